@@ -23,17 +23,6 @@ from moesys.load import LoadMatrix
 NODES_OF_8 = {ranks: ClusterSpec(num_nodes=ranks // 8, ranks_per_node=8) for ranks in (8, 16, 32, 64)}
 
 
-@pytest.mark.parametrize("effort", [0, 1])
-@given(instance=instances())
-def test_every_usable_slot_holds_another_expert_and_every_expert_is_held(effort, instance):
-    layout = plan_layout(instance.load, instance.cluster, Greedy(effort=effort), instance.slots)
-    assert layout.num_duplicates == 0
-    np.testing.assert_array_equal(layout.filled_R, np.minimum(instance.slots, instance.load.num_experts))
-    assert layout.expert_RS.shape == (instance.cluster.num_ranks, max(instance.slots))
-    again = plan_layout(instance.load, instance.cluster, Greedy(effort=effort), instance.slots)
-    assert again.expert_RS.tobytes() == layout.expert_RS.tobytes()
-
-
 @given(instance=instances(), least=st.integers(1, 4), within=st.sampled_from(["cluster", "node", "domain"]))
 def test_replicas_are_as_many_as_asked_for_and_stay_where_they_may(instance, least, within):
     config = Greedy(effort=0, min_replicas=least, replicas_within=within)

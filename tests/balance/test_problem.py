@@ -19,7 +19,7 @@ from moesys.load import LoadMatrix
 
 # Balancers with quotas need slots for the experts of a rank (test_quotas.py), and CpSat takes seconds (test_cp_sat.py).
 PLANNERS = [planner() for kind, planner in Balance.kinds().items() if not planner.has_quotas and kind != "cp_sat"]
-PLANNERS += [Laer(candidates=("even",)), Laer(candidates=("proportional",))]
+PLANNERS += [Greedy(effort=0), Laer(candidates=("even",)), Laer(candidates=("proportional",))]
 
 
 def flat_load(num_ranks, num_experts):
@@ -38,6 +38,9 @@ def test_planners_hold_every_expert_within_the_slots_whatever_was_before(config,
     assert set(layout.expert_RS.ravel()) - {EMPTY} == set(range(instance.load.num_experts))
     assert (layout.filled_R <= slots).all()
     assert layout.expert_RS.shape == (instance.cluster.num_ranks, max(slots))
+    if config.kind in ("static", "greedy"):
+        assert layout.num_duplicates == 0
+        assert previous is not None or layout.filled_R.tolist() == [min(of, layout.num_experts) for of in slots]
     again = plan_layout(instance.load, instance.cluster, config, list(slots), previous=previous)
     assert again.expert_RS.tobytes() == layout.expert_RS.tobytes()
 

@@ -13,20 +13,15 @@ from torch import Tensor
 
 import moesys as ms
 from moesys.balance.run_planner import split_tokens
-from moesys.kernels.cpu.page_pool import PagePool
 from moesys.kernels.experts.experts import ExpertMatrices, experts_backward, experts_forward
 from moesys.kernels.experts.tile_tuner import ShapeClass, blocks_of
 from moesys.kernels.routing import route
 from moesys.layout import EMPTY, ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
-from moesys.overlap.chunked import ChunkedRun
-from moesys.overlap.comm.channel import Channel
-from moesys.overlap.comm.record import Meter, Recorder
 from moesys.overlap.device_routes import device_split
 from moesys.overlap.executor import ExpertGradients, ExpertWeights, SavedTensors
-from moesys.overlap.experts_triton import ACTIVATION, TritonExperts
+from moesys.overlap.experts_triton import ACTIVATION
 from moesys.overlap.mega_executor import MegaHeaps, MegaKernelRun, plan_mega, plan_mega_later, replicas_of
-from moesys.overlap.routes import build_routes
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 60.0
@@ -181,21 +176,10 @@ def _counts(expert_TK: Tensor, num_experts: int) -> np.ndarray:
     return np.bincount(kept.numpy(), minlength=num_experts)
 
 
-def by_sequential(drawn: Drawn, rank: int) -> Results:
-    """What ``Sequential`` says on the same kernels. Collective. It has no words for choices that are dropped."""
-    counts_CRE = np.stack([_counts(expert_TK, drawn.case.num_experts) for expert_TK in drawn.expert_RTK])[None]
-    routes = build_routes(drawn.expert_RTK[rank], counts_CRE, drawn.plan, rank, 1)
-    group = dist.group.WORLD if drawn.case.num_ranks > 1 else None
-    channel = Channel(group, (0,) * drawn.case.num_ranks, Recorder(0), Meter())
-    executor = ChunkedRun(ms.Sequential(), lambda: routes, channel, TritonExperts(), PagePool())
-    weights, gradients, weight_TK = drawn.weights(rank), drawn.new_gradients(rank), drawn.weight_RTK[rank]
-    y_TH, saved = executor.forward(drawn.x_RTH[rank], weight_TK, lambda: weights)
-    dx_TH, dweight_TK = executor.backward(drawn.dy_RTH[rank], saved, lambda: weights, gradients)
-    return _results(y_TH, dx_TH, dweight_TK, gradients)
-
-
 def by_one_process(drawn: Drawn, rank: int) -> Results:
-    """What stand-alone kernels say of all ranks' tokens at once, each replica as an expert of its own."""
+    """What stand-alone kernels say of all ranks' tokens at once, each replica as an expert of its own: the bits of
+    ``Sequential``, as a layer shows (``tests/moe/test_mega_layer.py``).
+    """
     expert_P = torch.from_numpy(np.argwhere(drawn.layout.replicas_RE.T > 0)[:, 0])
     rank_P = np.argwhere(drawn.layout.replicas_RE.T > 0)[:, 1]
     gate_up, down = drawn.gate_up[expert_P], drawn.down[expert_P]
@@ -277,7 +261,7 @@ def _results(y_TH: Tensor, dx_TH: Tensor, dweight_TK: Tensor, gradients: ExpertG
 def differences(case: Case) -> list[str]:
     """Where this rank's MegaKernels differ from what they must compute; empty where they do not."""
     rank, drawn = dist.get_rank(), Drawn(case)
-    expected = by_one_process(drawn, rank) if case.dropped else by_sequential(drawn, rank)
+    expected = by_one_process(drawn, rank)
     return [
         f"rank {rank}, {name} at {point!r}"
         for point, found in zip(case.points, by_mega_kernels(drawn, rank), strict=True)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mega_case import Case, Drawn, MegaRun, by_one_process, by_sequential, differences, new_heaps
+from mega_case import Case, Drawn, MegaRun, by_one_process, differences, new_heaps
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
@@ -113,20 +113,6 @@ def test_edges(ranks: LocalRanks, name: str) -> None:
     assert not any(found), found
 
 
-@pytest.mark.slow
-def test_both_oracles_say_the_same(ranks: LocalRanks) -> None:
-    """Sequential over ranks, and one process with each replica as an expert of its own."""
-    assert not any(
-        ranks.run(oracles_differ, replace(USUAL, tokens=(35, 22, 9), dtype="bfloat16"), num_ranks=3, timeout_s=100)
-    )
-
-
-def oracles_differ(case: Case) -> list[str]:
-    rank, drawn = dist.get_rank(), Drawn(case)
-    expected, found = by_sequential(drawn, rank), by_one_process(drawn, rank)
-    return [name for name in expected if not torch.equal(expected[name], found[name])]
-
-
 def test_layers_share_a_home_that_grows(ranks: LocalRanks) -> None:
     """Forward of all, then backward from the last, each on the memory of its forward; one rank is slow to grow."""
     small = replace(USUAL, tokens=(5, 0, 9, 3), late=(1, 0.5, "forward"))
@@ -140,7 +126,7 @@ def shared_home_differs(layers: list[Case]) -> list[str]:
     runs = [MegaRun(each, rank, heaps) for each in drawn]
     calls = [run.forward(ms.MegaKernel(rows_cap=4.0, keep_x=False)) for run in runs]
     found = [run.backward(*call) for run, call in zip(runs[::-1], calls[::-1], strict=True)][::-1]
-    expected = [by_sequential(each, rank) for each in drawn]
+    expected = [by_one_process(each, rank) for each in drawn]
     return [
         f"{name} of layer {layer}"
         for layer, results in enumerate(expected)

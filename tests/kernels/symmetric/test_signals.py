@@ -141,21 +141,14 @@ def test_every_rank_names_who_was_waited_for(mortal_ranks: LocalRanks, dies: boo
         assert seconds[1] < 0.5 * SHORT_S
 
 
-def test_a_wait_ends_by_the_clock_however_long_a_poll_takes() -> None:
-    waiting = Heap.virtual(REGIONS, 2, "cpu", timeout_s=1.0)[0]
-    began = time.monotonic()
-    hear(waiting, 1)
-    # However long a poll takes: a busy machine adds one.
-    assert 1.0 <= time.monotonic() - began < 3.0
-
-
-def test_a_wait_begins_when_it_is_begun_however_long_ago_the_last_one_was() -> None:
+def test_a_wait_ends_by_the_clock_however_long_a_poll_takes_and_the_last_wait_is_ago() -> None:
     """The time on which threads agree is kept where that of the last wait was."""
     waiting = Heap.virtual(REGIONS, 2, "cpu", timeout_s=0.5)[0]
     waiting.own("seen_ns")[:] = time.perf_counter_ns() - 3600 * 10**9
     began = time.monotonic()
     hear(waiting, 1)
-    assert time.monotonic() - began >= 0.5
+    # A busy machine adds a poll.
+    assert 0.5 <= time.monotonic() - began < 2.5
 
 
 def test_a_rank_that_is_told_says_who_gave_up() -> None:
