@@ -1,8 +1,10 @@
 """What all tests share: local ranks started once, outputs born as NaN, one thread, and how long hypothesis searches."""
 
 import atexit
+import functools
 import gc
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -172,6 +174,26 @@ def refusal(fn: Callable[..., object], *arguments: Any) -> str:
     except (RuntimeError, TypeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return "it was not refused"
+
+
+def on_ranks(num_ranks: int, timeout_s: float = 60.0) -> Callable[[Callable[..., object]], Callable[..., None]]:
+    """Has the body of a test, which may take parameters and folders, run on so many ranks."""
+
+    def decorate(body: Callable[..., object]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(ranks: LocalRanks, **given: Any) -> None:
+            ranks.run(_run_body, test, given, num_ranks=num_ranks, timeout_s=timeout_s)
+
+        parameters = inspect.signature(body).parameters.values()
+        ranks = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        test.__signature__ = inspect.Signature([ranks, *parameters])  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def _run_body(test: Any, given: dict[str, Any]) -> None:
+    test.__wrapped__(**given)
 
 
 def set_up_rank() -> None:

@@ -58,9 +58,8 @@ H, I, E, K = 48, 40, 5, 2
 
 
 def mixtral_experts(**options: Any) -> nn.Module:
-    return MixtralExperts(
-        MixtralConfig(**{"hidden_size": H, "intermediate_size": I, "num_local_experts": E, **options})
-    )
+    sizes = {"hidden_size": H, "intermediate_size": I, "num_local_experts": E}
+    return MixtralExperts(MixtralConfig(**sizes | options))
 
 
 def gpt_oss_experts() -> nn.Module:
@@ -133,9 +132,7 @@ def batch(num_tokens: int = 37, dtype: torch.dtype = torch.float32, num_experts:
     return Batch(x, index, weight.to(torch.promote_types(dtype, torch.float32)), dy)
 
 
-def run(
-    module: Any, batch: Batch, implementation: str = "moesys", autocast: torch.dtype | None = None
-) -> dict[str, Tensor]:
+def run(module: Any, batch: Batch, implementation: str = "moesys", autocast: Any = None) -> dict[str, Tensor]:
     """Output and all gradients."""
     module.config._experts_implementation = implementation
     module.zero_grad()

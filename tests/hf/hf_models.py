@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -11,32 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from accelerate.state import AcceleratorState
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV2Config,
-    DeepseekV2ForCausalLM,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    Ernie4_5_VLMoeConfig,
-    Ernie4_5_VLMoeForConditionalGeneration,
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    OlmoeConfig,
-    OlmoeForCausalLM,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    Qwen3VLMoeConfig,
-    Qwen3VLMoeForConditionalGeneration,
-)
+from torch.utils.data import Dataset
+from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import moesys as ms
@@ -53,92 +34,75 @@ SMALL = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+LOCAL = "num_local_experts"
+SPARSE = {"head_dim": 12, "intermediate_size": 40, "moe_intermediate_size": 24}
+DENSE = {"experts": "n_routed_experts", "n_shared_experts": 1, "first_k_dense_replace": 1}
+DENSE |= {"intermediate_size": 64, "moe_intermediate_size": 24}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
+LATENT |= {"num_key_value_heads": 4}
+ERNIE = {"moe_num_shared_experts": 0, "moe_layer_start_index": 0, "moe_layer_interval": 1}
+ROPE, FULL = {"rope_type": "default", "rope_theta": 1e4}, ["full_attention"] * 2
 
 Model = Callable[[int], Any]
 
 
-def mixtral(num_experts: int) -> Any:
-    options = {"num_local_experts": num_experts, "num_experts_per_tok": 2, "output_router_logits": True}
-    return MixtralForCausalLM, MixtralConfig(**SMALL, intermediate_size=48, **options)
+def family(name: str, experts: str = "num_experts", top_k: str = "num_experts_per_tok", **fields: Any) -> Model:
+    """Returns what gives class and configuration; ``experts`` and ``top_k`` are the names of these numbers."""
+
+    def made(num_experts: int) -> Any:
+        config = getattr(transformers, f"{name}Config")(**{**SMALL, experts: num_experts, top_k: 2, **fields})
+        return getattr(transformers, f"{name}ForCausalLM"), config
+
+    return made
 
 
-def qwen2_moe(num_experts: int) -> Any:
-    experts = {"num_experts": num_experts, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-    shape = {**SMALL, "intermediate_size": 40, "shared_expert_intermediate_size": 32}
-    return Qwen2MoeForCausalLM, Qwen2MoeConfig(**shape, **experts)
-
-
-def qwen3_moe(num_experts: int) -> Any:
-    experts = {"num_experts": num_experts, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
-    return Qwen3MoeForCausalLM, Qwen3MoeConfig(
-        **SMALL, intermediate_size=40, head_dim=12, norm_topk_prob=True, **experts
-    )
-
-
-def olmoe(num_experts: int) -> Any:
-    options = {"num_experts": num_experts, "num_experts_per_tok": 4, "output_router_logits": True}
-    return OlmoeForCausalLM, OlmoeConfig(**SMALL, intermediate_size=24, **options)
-
-
-def deepseek_v2(num_experts: int) -> Any:
-    routing = {"n_group": 2, "topk_group": 1, "n_routed_experts": num_experts, "num_experts_per_tok": 2}
-    shape = {**SMALL, "num_key_value_heads": 4, "intermediate_size": 64, "moe_intermediate_size": 24}
-    options = {"n_shared_experts": 1, "first_k_dense_replace": 1, "topk_method": "group_limited_greedy"}
-    return DeepseekV2ForCausalLM, DeepseekV2Config(**shape, **LATENT, **routing, **options)
-
-
-def deepseek_v3(num_experts: int) -> Any:
-    routing = {"n_group": 4, "topk_group": 2, "n_routed_experts": num_experts, "num_experts_per_tok": 3}
-    shape = {**SMALL, "num_key_value_heads": 4, "intermediate_size": 64, "moe_intermediate_size": 24}
-    options = {"n_shared_experts": 1, "first_k_dense_replace": 1}
-    return DeepseekV3ForCausalLM, DeepseekV3Config(**shape, **LATENT, **routing, **options)
-
-
-def gpt_oss(num_experts: int) -> Any:
-    options = {"num_local_experts": num_experts, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 2}
-    shape = {**SMALL, "head_dim": 12, "intermediate_size": 24}
-    rope = {"rope_type": "default", "rope_theta": 10000.0}
-    return GptOssForCausalLM, GptOssConfig(**shape, rope_parameters=rope, **options)
-
-
-def glm4_moe(num_experts: int) -> Any:
-    routing = {"n_group": 1, "topk_group": 1, "n_routed_experts": num_experts, "num_experts_per_tok": 2}
-    shape = {**SMALL, "head_dim": 12, "intermediate_size": 64, "moe_intermediate_size": 24}
-    return Glm4MoeForCausalLM, Glm4MoeConfig(**shape, **routing, n_shared_experts=1, first_k_dense_replace=1)
+FAMILIES: dict[str, Model] = {
+    "mixtral": family("Mixtral", LOCAL, intermediate_size=48, output_router_logits=True),
+    "qwen2_moe": family("Qwen2Moe", intermediate_size=40, moe_intermediate_size=24, shared_expert_intermediate_size=32),
+    "qwen3_moe": family("Qwen3Moe", num_experts_per_tok=3, norm_topk_prob=True, **SPARSE),
+    "olmoe": family("Olmoe", num_experts_per_tok=4, intermediate_size=24, output_router_logits=True),
+    "deepseek_v2": family("DeepseekV2", n_group=2, topk_group=1, topk_method="group_limited_greedy", **DENSE, **LATENT),
+    "deepseek_v3": family("DeepseekV3", n_group=4, topk_group=2, num_experts_per_tok=3, **DENSE, **LATENT),
+    "gpt_oss": family("GptOss", LOCAL, head_dim=12, intermediate_size=24, layer_types=FULL, rope_parameters=ROPE),
+    "glm4_moe": family("Glm4Moe", n_group=1, topk_group=1, head_dim=12, **DENSE),
+}
+# Others, each for what is special about it.
+OTHERS: dict[str, Model] = {
+    "ernie": family("Ernie4_5_Moe", "moe_num_experts", "moe_k", **ERNIE, **SPARSE),
+    "laguna": family("Laguna", shared_expert_intermediate_size=24, mlp_layer_types=["sparse"] * 2, **SPARSE),
+    "afmoe": family("Afmoe", num_dense_layers=0, num_shared_experts=1, **SPARSE),
+    "minimax_m2": family("MiniMaxM2", LOCAL, head_dim=12, intermediate_size=24),
+}
 
 
 def qwen3_vl_moe(num_experts: int) -> Any:
     """Its experts' matrices are square, so that their shape does not show whether they are transposed."""
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2], "mrope_interleaved": True}
-    experts = {"num_experts": num_experts, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-    shape = {**SMALL, "head_dim": 12, "intermediate_size": 40, "pad_token_id": 0}
+    rope = ROPE | {"mrope_section": [2, 2, 2], "mrope_interleaved": True}
+    experts = {"num_experts": num_experts, "num_experts_per_tok": 2}
+    shape = {**SMALL, **SPARSE, "pad_token_id": 0}
     vision = {"num_position_embeddings": 16, "deepstack_visual_indexes": [0], "out_hidden_size": 48, **VISION}
-    return Qwen3VLMoeForConditionalGeneration, Qwen3VLMoeConfig(
+    return transformers.Qwen3VLMoeForConditionalGeneration, transformers.Qwen3VLMoeConfig(
         text_config={**shape, **experts, "rope_parameters": rope}, vision_config=vision, image_token_id=90
     )
 
 
 def ernie4_5_vl_moe(num_experts: int) -> Any:
     """Experts of text and of vision, which files number as one list."""
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}
+    rope = ROPE | {"mrope_section": [2, 2, 2]}
     experts = {"moe_num_experts": num_experts, "moe_k": 2, "moe_intermediate_size": [24, 16]}
     shape = {**SMALL, "intermediate_size": 40, "moe_num_shared_experts": 1, "rope_parameters": rope}
-    return Ernie4_5_VLMoeForConditionalGeneration, Ernie4_5_VLMoeConfig(
+    return transformers.Ernie4_5_VLMoeForConditionalGeneration, transformers.Ernie4_5_VLMoeConfig(
         text_config={**shape, **experts}, vision_config=VISION, image_token_id=90, tie_word_embeddings=False
     )
 
 
 VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 4, "patch_size": 4}
 MULTIMODAL: dict[str, Model] = {make.__name__: make for make in (qwen3_vl_moe, ernie4_5_vl_moe)}
-FAMILIES: dict[str, Model] = {
-    make.__name__: make for make in (mixtral, qwen2_moe, qwen3_moe, olmoe, deepseek_v2, deepseek_v3, gpt_oss, glm4_moe)
-}
 
 
 def drawn(family: str, num_experts: int = 8, **options: Any) -> Any:
     """A model with weights that make routers choose unevenly."""
-    kind, config = (FAMILIES | MULTIMODAL)[family](num_experts)
+    kind, config = (FAMILIES | OTHERS | MULTIMODAL)[family](num_experts)
     model = kind._from_config(config, attn_implementation="eager", **options)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -159,6 +123,28 @@ def text(seed: int, num_rows: int = 3) -> Tensor:
     return torch.randint(VOCABULARY, (num_rows, 20), generator=torch.Generator().manual_seed(seed))
 
 
+class Rows(Dataset[dict[str, Any]]):
+    """Rows of text, each its own."""
+
+    def __len__(self) -> int:
+        return 256
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        ids = text(row, num_rows=1)[0]
+        return {"input_ids": ids, "labels": ids}
+
+
+def loss_of(model: Any, seed: int) -> Tensor:
+    return model(input_ids=text(seed), labels=text(seed), use_cache=False).loss
+
+
+def mean_gradients(model: Any, num_ranks: int | None = None) -> dict[str, Tensor]:
+    """What one process makes of all ranks' batches."""
+    model, num_ranks = copy.deepcopy(model), num_ranks or dist.get_world_size()
+    (sum(loss_of(model, rank) for rank in range(num_ranks)) / num_ranks).backward()
+    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+
 def lent(ranks: int, num_experts: int = 8, **options: Any) -> ms.Strategy:
     """Experts of owners lent for one micro-batch, a slot more on each rank than it needs."""
     sharding = ms.Ep(slots_per_rank=-(-num_experts // ranks) + 1)
@@ -174,8 +160,9 @@ def fsep(ranks: int, num_experts: int = 8, **sharding: Any) -> ms.Strategy:
 def loaded(folder: Path, strategy: ms.Strategy | None, sizes: dict[str, int], **options: Any) -> Any:
     """A model in training on the ranks of a mesh, under a strategy; None is transformers' own all_to_all."""
     name = "all_to_all" if strategy is None else ms.hf.register(strategy)
+    given = {"attn_implementation": "eager"} | {each: options.pop(each) for each in ("dtype",) if each in options}
     config = DistributedConfig(ep_implementation=name, **sizes, **options)
-    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, attn_implementation="eager").train()
+    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, **given).train()
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -43,11 +43,8 @@ def in_a_file(rows: Array) -> bytes:
 def in_pieces(rows: Array) -> list[tuple[int, Any]]:
     """A rollout that was stopped twice: the second piece begins where the first ends, the third repeats two rows."""
     first, second = len(rows) // 3, len(rows) // 2
-    return [
-        (0, rows[:first]),
-        (first, in_base64(rows[first:second])),
-        (second - 2, torch.from_numpy(rows[second - 2 :])),
-    ]
+    third = torch.from_numpy(rows[second - 2 :])
+    return [(0, rows[:first]), (first, in_base64(rows[first:second])), (second - 2, third)]
 
 
 FORMS: dict[str, Any] = {
@@ -160,10 +157,7 @@ FAULTS: list[tuple[Any, str]] = [
     (ids_of(13), "routes[1] has rows for the tokens 0 to 12, and the sequence has 12;"),
     ([(0, ids_of(4)), (9, ids_of(4))], "routes[1][1] has rows for the tokens 9 to 12, and the sequence has 12;"),
     ([(-1, ids_of(4))], "routes[1][0] has rows for the tokens -1 to 2, and the sequence has 12;"),
-    (
-        ids_of(11, layers=3),
-        "routes[1] holds no routes: they have shape (11, 3, 3); give [tokens, layers, K] with K=3 and",
-    ),
+    (ids_of(11, layers=3), "routes[1] holds no routes: they have shape (11, 3, 3); give [tokens, layers, K] with K=3"),
     (ids_of(11)[:, :, :2], "routes[1] holds no routes: they have shape (11, 2, 2); give [tokens, layers, K] with K=3"),
     (ids_of(11).reshape(11, -1), "routes[1] holds no routes: routed_experts has shape (11, 6), and [tokens, layers"),
     (ids_of(11) * 1.0, "routes[1] holds no routes: expert ids are float64; give whole numbers"),

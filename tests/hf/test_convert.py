@@ -24,7 +24,6 @@ import torch.distributed.checkpoint as dcp
 from conftest import assert_equal, refusal
 from hf_models import FAMILIES, drawn, fsep, lent, loaded, text
 from safetensors.torch import load_file, save_file
-from test_parallelize import made, steps, whole
 from test_save_pretrained import give_freed_memory_back, large, logits, peak
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner as Planner
@@ -80,27 +79,8 @@ def test_tied_weights_are_in_files_once(tmp_path: Path) -> None:
     assert_equal(tensors(tmp_path / "back"), tensors(tmp_path / "hub"))
 
 
-def load_and_train(family: str, strategy: ms.Strategy, sizes: tuple[int, ...], start: Path, out: Path) -> Any:
-    """Whole parameters as they are loaded, and after two steps, which are saved with the optimizer."""
-    model, optimizer, runtime = made(drawn(family, 12), strategy, sizes)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    state = get_model_state_dict(model)
-    dcp.load({"model": state}, checkpoint_id=str(start))
-    set_model_state_dict(model, state)
-    before = whole(model)
-    steps(model, optimizer, range(2))
-    with ms.whole_folder(out) as new:
-        model_state, optimizer_state = get_state_dict(model, optimizer)
-        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=str(new))
-    after = whole(model)
-    runtime.close()
-    return before, after
-
-
-def logits_from_meta(family: str, start: Path) -> Tensor:
-    """Loads a model on the meta device as docs/transformers.md describes."""
+def logits_from_meta(family: str, start: Path, out: Path) -> Tensor:
+    """Loads a model on the meta device as docs/transformers.md describes, and saves it with an optimizer."""
     kind, config = FAMILIES[family](12)
     with torch.device("meta"):
         model = kind._from_config(config, attn_implementation="eager").eval()
@@ -114,18 +94,23 @@ def logits_from_meta(family: str, start: Path) -> Tensor:
     set_model_state_dict(model, state)
     with torch.no_grad():
         found = model(input_ids=text(7)).logits
+    state, optimizer_state = get_state_dict(model, torch.optim.AdamW(model.parameters()))
+    with ms.whole_folder(out) as new:
+        dcp.save({"model": state, "optimizer": optimizer_state}, checkpoint_id=str(new))
     runtime.close()
     return found
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_a_model_on_the_meta_device_is_loaded_whole(ranks: LocalRanks, tmp_path: Path, family: str) -> None:
-    """The buffers of rotary embeddings, which no checkpoint has, are computed."""
-    hub, start = tmp_path / "hub", tmp_path / "start"
+    """The buffers of rotary embeddings, which no checkpoint has, are computed; what ranks save is converted back."""
+    hub, start, out = (tmp_path / name for name in ("hub", "start", "out"))
     drawn(family, 12).save_pretrained(hub)
     quietly(hub, start)
-    for found in ranks.run(logits_from_meta, family, start, num_ranks=2, timeout_s=60.0):
+    for found in ranks.run(logits_from_meta, family, start, out, num_ranks=2, timeout_s=60.0):
         torch.testing.assert_close(found, logits(hub), rtol=0, atol=1e-5)
+    quietly(out, tmp_path / "tuned", hub)
+    assert_equal(tensors(tmp_path / "tuned"), tensors(hub))
 
 
 def buffers_from_meta() -> tuple[str, list[float]]:
@@ -154,35 +139,9 @@ def test_buffers_are_computed_only_where_transformers_knows_them_and_nobody_wrot
         assert set(frequencies) == {0.5}
 
 
-MESHES = [
-    pytest.param("qwen3_moe", "lent", (4,), marks=pytest.mark.slow),
-    ("qwen3_moe", "fsep", (2, 2)),
-    pytest.param("gpt_oss", "lent", (2, 2), marks=pytest.mark.slow),
-    pytest.param("deepseek_v3", "fsep", (4,), marks=pytest.mark.slow),
-    pytest.param("mixtral", "lent", (2, 2), marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize(("family", "name", "sizes"), MESHES)
-def test_a_loop_of_ones_own_starts_from_one_and_ends_in_one(
-    ranks: LocalRanks, tmp_path: Path, family: str, name: str, sizes: tuple[int, ...]
-) -> None:
-    """Four ranks load what was converted from the hub, and what they save plain transformers loads."""
-    start, out, tuned = (tmp_path / each for each in ("start", "out", "tuned"))
-    model = drawn(family, 12)
-    model.save_pretrained(tmp_path / "hub")
-    quietly(tmp_path / "hub", start)
-    strategy = (lent if name == "lent" else fsep)(sizes[-1], 12)
-    before, after = ranks.run(load_and_train, family, strategy, sizes, start, out, timeout_s=150.0)[0]
-    assert_equal(before, {each: tensor.detach() for each, tensor in model.named_parameters()})
-    quietly(out, tuned, tmp_path / "hub")
-    plain = AutoModelForCausalLM.from_pretrained(tuned, dtype=torch.float32)
-    assert_equal({each: tensor.detach() for each, tensor in plain.named_parameters()}, after)
-
-
 # --- what is refused --------------------------------------------------------------------------------------
 
-EXPERT = "model.layers.1.mlp.experts.{}.{}_proj.weight"
+EXPERT, PROJECTIONS = "model.layers.1.mlp.experts.{}.{}_proj.weight", ("gate", "up", "down")
 
 
 def changed(change: Callable[[dict[str, Tensor]], None]) -> Callable[[Path], None]:
@@ -207,13 +166,12 @@ def tear(name: str) -> Callable[[Path], None]:
 
 
 def without_expert(state: dict[str, Tensor]) -> None:
-    for which in ("gate", "up", "down"):
+    for which in PROJECTIONS:
         del state[EXPERT.format(3, which)]
 
 
 def one_expert_more(state: dict[str, Tensor]) -> None:
-    for which in ("gate", "up", "down"):
-        state[EXPERT.format(8, which)] = state[EXPERT.format(7, which)].clone()
+    state |= {EXPERT.format(8, which): state[EXPERT.format(7, which)].clone() for which in PROJECTIONS}
 
 
 def narrow(state: dict[str, Tensor]) -> None:
@@ -224,84 +182,34 @@ def written(name: str, text: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).write_text(text) and None
 
 
+SIX, NO_NUMBER = (dict.fromkeys(("num_experts", "num_local_experts"), value) for value in (6, None))
+INDEX, NORM = "model.safetensors.index.json", "model.layers.1.self_attn.q_norm.weight"
+OF_ITS_OWN = '{"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}}'
+# What is changed, and words of the error, which names files and tensors.
 WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     "missing tensor": (
-        changed(lambda state: state.pop(EXPERT.format(3, "gate"))),
-        r"hub: model\.layers\.1\.mlp\.experts\.3\.gate_proj\.weight is in no file: other tensors of "
-        r"model\.layers\.1\.mlp\.experts have all, as config\.json says num_\w*experts=8; fetch or save "
-        r"the weights again, or give the config",
+        changed(lambda s: s.pop(EXPERT.format(3, "gate"))),
+        "hub: model.*3.gate_proj.weight is in no file",
     ),
-    "missing expert": (
-        changed(without_expert),
-        r"experts\.3\.down_proj\.weight is in no file: .* has 7 experts there, and config\.json says num_\w*experts=8; "
-        r".*or set num_\w*experts to 7 if they are right",
-    ),
-    "an expert more": (
-        changed(one_expert_more),
-        r"model\.safetensors: model\.layers\.1\.mlp\.experts\.8\.down_proj\.weight is too many: .* has 9 experts",
-    ),
-    "another number": (
-        config_says(num_experts=6, num_local_experts=6),
-        r"experts\.6\.down_proj\.weight is too many: .* has 8 experts there, and config\.json says num_\w*experts=6",
-    ),
-    "another shape": (
-        changed(narrow),
-        r"model\.safetensors: .*experts\.2\.up_proj\.weight has shape \[23, 48\], and .*experts\.0\.up_proj\.weight \[",
-    ),
-    "another size": (
-        config_says(moe_intermediate_size=20),
-        r"experts\.0\.gate_proj\.weight gives .*gate_up_proj the shape \[48, 48\], and config\.json \[40, 48\]",
-    ),
-    "no norm": (
-        changed(lambda state: state.pop("model.layers.1.self_attn.q_norm.weight")),
-        r"hub: model\.layers\.1\.self_attn\.q_norm\.weight is in no file, and config\.json makes it a tensor of \[12\]",
-    ),
-    "torn": (tear("model.safetensors"), r"model\.safetensors is torn at its \d+ bytes \("),
-    "torn in its header": (
-        lambda folder: os.truncate(folder / "model.safetensors", 100),
-        r"model\.safetensors is torn at its 100 bytes \(",
-    ),
-    "no configuration": (written("config.json", "null"), r"config\.json is not a configuration: it has no fields"),
-    "a deep configuration": (
-        written("config.json", "[" * 10**5),
-        r"config\.json is not JSON: recursion limit",
-    ),
-    "no number of experts": (
-        config_says(num_experts=None, num_local_experts=None),
-        r"transformers \S+ makes no Qwen3MoeForCausalLM of config\.json: TypeError|config\.json is not read by ",
-    ),
-    "a model type of its own": (
-        written("config.json", '{"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}}'),
-        r"config\.json is not read by transformers \S+: ValueError",
-    ),
-    "too many layers": (
-        config_says(num_hidden_layers=10**9, layer_types=None),
-        r"config\.json has num_hidden_layers=1000000000, and the checkpoint \d+ tensors; give the model's own",
-    ),
-    "no model of architectures": (
-        config_says(architectures=["Trainer"]),
-        r"architectures=\['Trainer'\] and ",
-    ),
-    "architectures that are no list": (
-        config_says(architectures={"0": "Qwen3MoeForCausalLM"}),
-        r"config\.json has architectures=\{.*\} and |config\.json is not read by ",
-    ),
-    "no header": (
-        written("model.safetensors", "\x04\0\0\0\0\0\0\0null"),
-        r"model\.safetensors is torn at its 12 bytes \(",
-    ),
-    "an index of another folder": (
-        written("model.safetensors.index.json", '{"weight_map": {"a": "../../secret.safetensors"}}'),
-        r"hub: the checkpoint names '\.\./\.\./secret\.safetensors', which is outside of it; do not use it",
-    ),
-    "an index of numbers": (
-        written("model.safetensors.index.json", '{"weight_map": {"a": 3}}'),
-        r"index\.json has no weight_map of tensors to files; fetch it again",
-    ),
-    "no code": (
-        config_says(architectures=["MyMoe"]),
-        r"config\.json has architectures=\['MyMoe'\] and model_type='qwen3_moe', a model that transformers \S+ does n",
-    ),
+    "missing expert": (changed(without_expert), "3.down_proj.weight is in no file: .* has 7 experts there, .* to 7 if"),
+    "an expert more": (changed(one_expert_more), "safetensors: .*8.down_proj.weight is too many: .* has 9 experts"),
+    "another number": (config_says(**SIX), "6.down_proj.weight is too many: .* has 8 experts there, and config.jso"),
+    "another shape": (changed(narrow), r"safetensors: .*2.up_proj.weight has shape \[23, 48\], and .*0.up_proj.weight"),
+    "another size": (config_says(moe_intermediate_size=20), r"gate_up_proj the shape \[48, 48\], and .*n \[40, 48\]"),
+    "no norm": (changed(lambda s: s.pop(NORM)), r"hub: .*1.self_attn.q_norm.weight is in no file, .* tensor of \[12\]"),
+    "torn": (tear("model.safetensors"), r"model.safetensors is torn at its \d+ bytes \("),
+    "torn in its header": (lambda folder: os.truncate(folder / "model.safetensors", 100), "is torn at its 100 bytes"),
+    "no header": (written("model.safetensors", "\x04\0\0\0\0\0\0\0null"), "is torn at its 12 bytes"),
+    "no configuration": (written("config.json", "null"), "config.json is not a configuration: it has no fields"),
+    "a deep configuration": (written("config.json", "[" * 10**5), "config.json is not JSON: recursion limit"),
+    "no number of experts": (config_says(**NO_NUMBER), "makes no Qwen3MoeForCausalLM of config|is not read by "),
+    "a model type of its own": (written("config.json", OF_ITS_OWN), "config.json is not read by .*: ValueError"),
+    "too many layers": (config_says(num_hidden_layers=10**9, layer_types=None), r"=1000000000, and the checkpoint \d+"),
+    "no model of architectures": (config_says(architectures=["Trainer"]), r"architectures=\['Trainer'\] and "),
+    "architectures in a dict": (config_says(architectures={"0": "A"}), r"architectures=\{.*\} and |is not read by "),
+    "no code": (config_says(architectures=["MyMoe"]), r"architectures=\['MyMoe'\] and .*, a model that transformers"),
+    "another folder": (written(INDEX, '{"weight_map": {"a": "../../a.safetensors"}}'), "a.safetensors', which is out"),
+    "an index of numbers": (written(INDEX, '{"weight_map": {"a": 3}}'), "index.json has no weight_map of tensors to f"),
 }
 
 
@@ -380,67 +288,36 @@ def larger(found: Any) -> Any:
     return found
 
 
-def elsewhere(found: Any, *paths: str) -> Any:
-    for info, path in zip(found.storage_data.values(), paths, strict=False):
+def elsewhere(found: Any) -> Any:
+    for info, path in zip(found.storage_data.values(), ("../start/__0_0.distcp", "../secret"), strict=False):
         info.relative_path = path
     return found
 
 
+def of_linear(found: Any) -> Any:
+    return replace(found, planner_data=torch.nn.Linear)
+
+
+def link_outside(folder: Path) -> None:
+    (folder / "tokenizer.json").symlink_to("/etc/hostname")
+
+
 DISTRIBUTED: dict[str, tuple[Callable[[Path], None], str]] = {
-    "torn": (
-        tear("__0_0.distcp"),
-        r"__0_0\.distcp is torn or missing: it has \d+ bytes, and \.metadata says at least \d+",
-    ),
+    "torn": (tear("__0_0.distcp"), r"__0_0.distcp is torn or missing: it has \d+ bytes, and .metadata says at least"),
     "torn metadata": (tear(".metadata"), r"\.metadata is torn, .* \(.*\); save the checkpoint again"),
-    "code in the metadata": (
-        metadata_with(lambda _: RunsCode()),
-        r"\.metadata is torn, or not .* \(it names \w+\.mkdir",
-    ),
-    "a class of torch's that runs code": (
-        metadata_with(lambda found: replace(found, planner_data=torch.nn.Linear)),
-        r"\.metadata .* \(it names torch\.nn\.modules\.linear\.Linear, which torch does not write there",
-    ),
-    "no metadata": (
-        metadata_with(lambda _: {"a": 1}),
-        r"\.metadata is not the metadata .*: it has a dict",
-    ),
-    "pieces missing": (
-        metadata_with(lambda found: without_pieces(found)),
-        r"the pieces of model\.\S+ have 0 of its \d+ values; save the checkpoint again",
-    ),
-    "a file elsewhere": (
-        metadata_with(lambda found: elsewhere(found, "../start/__0_0.distcp", "../secret")),
-        r"start: the checkpoint names '\.\./start/__0_0\.distcp', which is outside of it; do not use it",
-    ),
-    "a link out of it": (
-        lambda folder: (folder / "tokenizer.json").symlink_to("/etc/hostname"),
-        r"tokenizer\.json is a link out of .*start, to /etc/hostname; copy the file into the folder, or remove it",
-    ),
-    "a class that is changed": (
-        metadata_with(lambda _: CHANGES_A_CLASS),
-        r"\.metadata .* \(it changes <class 'pathlib\.PurePosixPath'>, which torch does not do there",
-    ),
-    "an enum that is changed": (
-        metadata_with(lambda _: CHANGES_AN_ENUM),
-        r"\.metadata .* \(it changes <_MEM_FORMAT_ENCODING\.TORCH_CONTIGUOUS_FORMAT: 0>, which torch does not do",
-    ),
-    "more values than bytes": (
-        metadata_with(lambda found: larger(found)),
-        r"the piece of model\.\S+ at \[0, 0\] has \d{10,} values in \d+ bytes; save the checkpoint again",
-    ),
-    "a pipe for values": (
-        with_a_pipe,
-        r"__0_0\.distcp is no regular file; remove it, or fetch the checkpoint again",
-    ),
-    "no config": (lambda folder: (folder / "config.json").unlink(), r"config\.json is not there; name .* by --config"),
-    "another config": (
-        config_says(num_experts=6, num_local_experts=6),
-        r"gate_up_proj is of shape \[8, 48, 48\], and by config\.json \[6, 48, 48\]; give the config\.json of",
-    ),
-    "one layer more": (
-        config_says(num_hidden_layers=3, layer_types=None),
-        r"start has no model\.layers\.2\.\S+, which Qwen3MoeForCausalLM has; is its config another\?",
-    ),
+    "code in the metadata": (metadata_with(lambda _: RunsCode()), r".metadata is torn, or not .* \(it names \w+.mkdir"),
+    "a class of torch's": (metadata_with(of_linear), r"\(it names torch.nn.modules.linear.Linear, which torch does"),
+    "no metadata": (metadata_with(lambda _: {"a": 1}), r"\.metadata is not the metadata .*: it has a dict"),
+    "pieces missing": (metadata_with(without_pieces), r"the pieces of model\.\S+ have 0 of its \d+ values; save the"),
+    "a file elsewhere": (metadata_with(elsewhere), "start: the checkpoint names '../start/__0_0.distcp', which is out"),
+    "a link out of it": (link_outside, "tokenizer.json is a link out of .*start, to /etc/hostname; copy the file into"),
+    "a class that is changed": (metadata_with(lambda _: CHANGES_A_CLASS), "it changes <class 'pathlib.PurePosixPath'>"),
+    "an enum that is changed": (metadata_with(lambda _: CHANGES_AN_ENUM), "changes <_MEM_FORMAT_ENCODING.TORCH_CONTIG"),
+    "too many values": (metadata_with(larger), r"the piece of model\.\S+ at \[0, 0\] has \d{10,} values in \d+ bytes"),
+    "a pipe for values": (with_a_pipe, "__0_0.distcp is no regular file; remove it, or fetch the checkpoint again"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "config.json is not there; name .* by --config"),
+    "another config": (config_says(**SIX), r"gate_up_proj is of shape \[8, 48, 48\], and by config.json \[6, 48, 48\]"),
+    "one layer more": (config_says(num_hidden_layers=3, layer_types=None), "start has no model.layers.2.*which Qwen3"),
 }
 
 
@@ -578,17 +455,6 @@ def full_disk(limit: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("source", ["hub", "start"])
-def test_a_full_disk_ends_in_a_line(tmp_path: Path, source: str) -> None:
-    """torch's own error is no Exception, and has a traceback in its message."""
-    drawn("qwen3_moe").save_pretrained(tmp_path / "hub")
-    quietly(tmp_path / "hub", tmp_path / "start")
-    with full_disk(20_000):
-        result = CliRunner().invoke(app, ["convert", str(tmp_path / source), str(tmp_path / "out"), "--quiet"])
-    assert (result.exit_code, result.stderr) == (2, f"Error: File too large: {tmp_path / 'out'}\n")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hub", "start"]
-
-
 def raised() -> None:
     raise KeyboardInterrupt
 
@@ -599,34 +465,48 @@ def dropped() -> None:
         signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.parametrize(
-    "stop", [raised, partial(signal.raise_signal, signal.SIGINT), dropped], ids=["raised", "signal", "dropped"]
-)
-@pytest.mark.parametrize("source", ["hub", "start"])
-def test_an_interruption_stays_one(tmp_path: Path, source: str, stop: Callable[[], None]) -> None:
-    ticks: list[int] = []
-    # A shell's background job inherits that the signal is ignored.
+@pytest.fixture
+def both(good: Path, tmp_path: Path) -> Path:
+    """A folder with a model in both formats, where signals are as in a shell; a background job inherits others."""
+    shutil.copytree(good, tmp_path / "hub")
+    quietly(tmp_path / "hub", tmp_path / "start")
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    return tmp_path
+
+
+both_ways = pytest.mark.parametrize("source", ["hub", "start"])
+
+
+@both_ways
+def test_a_full_disk_ends_in_a_line(both: Path, source: str) -> None:
+    """torch's own error is no Exception, and has a traceback in its message."""
+    with full_disk(20_000):
+        result = CliRunner().invoke(app, ["convert", str(both / source), str(both / "out"), "--quiet"])
+    assert (result.exit_code, result.stderr) == (2, f"Error: File too large: {both / 'out'}\n")
+    assert sorted(path.name for path in both.iterdir()) == ["hub", "start"]
+
+
+@both_ways
+@pytest.mark.parametrize("stop", [raised, dropped])
+def test_an_interruption_stays_one(both: Path, source: str, stop: Callable[[], None]) -> None:
+    ticks: list[int] = []
 
     def tick(done: int, total: int) -> None:
         ticks.append(done)
         stop()
         assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
 
-    drawn("qwen3_moe").save_pretrained(tmp_path / "hub")
-    quietly(tmp_path / "hub", tmp_path / "start")
     with pytest.raises(KeyboardInterrupt):
-        convert(tmp_path / source, tmp_path / "out", None, tick)
+        convert(both / source, both / "out", None, tick)
     assert len(ticks) == 1
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hub", "start"]
+    assert sorted(path.name for path in both.iterdir()) == ["hub", "start"]
 
 
-def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
-    drawn("qwen3_moe").save_pretrained(tmp_path / "hub")
+def test_an_ignored_signal_stays_ignored(good: Path, tmp_path: Path) -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        convert(tmp_path / "hub", tmp_path / "start", None, lambda *_: signal.raise_signal(signal.SIGINT))
+        convert(good, tmp_path / "start", None, lambda *_: signal.raise_signal(signal.SIGINT))
     finally:
         signal.signal(signal.SIGINT, before)
     assert (tmp_path / "start" / ".metadata").exists()
@@ -641,9 +521,9 @@ def wrapped() -> None:
 
 
 @pytest.mark.parametrize("stop", [partial(signal.raise_signal, signal.SIGINT), wrapped], ids=["signal", "wrapped"])
-@pytest.mark.parametrize("source", ["hub", "start"])
+@both_ways
 def test_a_signal_within_a_piece_ends_it_at_once_and_the_next_do_not_stop_the_removal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, stop: Callable[[], None]
+    both: Path, monkeypatch: pytest.MonkeyPatch, source: str, stop: Callable[[], None]
 ) -> None:
     pieces: list[str] = []
     remove = shutil.rmtree
@@ -658,16 +538,13 @@ def test_a_signal_within_a_piece_ends_it_at_once_and_the_next_do_not_stop_the_re
         signal.raise_signal(signal.SIGINT)
         remove(*given, **options)
 
-    drawn("qwen3_moe").save_pretrained(tmp_path / "hub")
-    quietly(tmp_path / "hub", tmp_path / "start")
     for reader in (HubFiles, _SavedModel):
         monkeypatch.setattr(reader, "read", begin)
     monkeypatch.setattr("moesys.files.shutil.rmtree", remove_slowly)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     with sigterm_as_ctrl_c(), pytest.raises(KeyboardInterrupt):
-        convert(tmp_path / source, tmp_path / "out", None, lambda done, total: None)
+        quietly(both / source, both / "out")
     assert pieces == ["begun"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hub", "start"]
+    assert sorted(path.name for path in both.iterdir()) == ["hub", "start"]
 
 
 def fails_on_one_rank(folder: Path) -> None:

@@ -142,108 +142,18 @@ def test_every_strategy_computes_what_all_to_all_does(ranks: LocalRanks, checkpo
         assert len({str(layouts) for layouts in changing["layouts"]}) == (3 if run.shuffled else 1)
 
 
-MESHES = {
-    "two groups": {"fsdp_size": 4, "ep_size": 2},
-    "replicas": {"fsdp_size": 2, "dp_replicate_size": 2, "ep_size": 2},
-    "a batch for two ranks": {"fsdp_size": 2, "tp_size": 2, "ep_size": 4},
-}
+REPLICAS = {"fsdp_size": 2, "dp_replicate_size": 2, "ep_size": 2}
+BATCH_FOR_TWO = {"fsdp_size": 2, "tp_size": 2, "ep_size": 4}
 
 
 # Replicas are two groups as well, which tests/hf/test_parallelize.py has always.
 @pytest.mark.parametrize("kind", [pytest.param(lent, marks=pytest.mark.slow), fsep])
-@pytest.mark.parametrize(
-    "sizes",
-    [pytest.param(MESHES["replicas"], marks=pytest.mark.slow), MESHES["a batch for two ranks"]],
-    ids=[*MESHES][1:],
-)
+@pytest.mark.parametrize("sizes", [pytest.param(REPLICAS, marks=pytest.mark.slow), BATCH_FOR_TWO])
 def test_on_every_mesh(ranks: LocalRanks, checkpoints: Any, sizes: dict[str, int], kind: Any) -> None:
     """Groups smaller than the world have layouts of their own, and gradients of replicas count once."""
     runs = [Run(strategy, sizes, steps=1) for strategy in (None, kind(sizes["ep_size"]))]
     oracle, found = results(ranks, checkpoints("qwen3_moe"), runs)
     assert_agree(found, oracle)
-
-
-Numbers = list[tuple[float, float]]
-
-
-def trained_for_long(folder: Path, run: Run, steps: int, routing: list[Tensor] | None) -> tuple[Numbers, list[Tensor]]:
-    """Losses and gradient norms of every step of AdamW, and the routing, its own or what is replayed."""
-    model = made(folder, run)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
-    numbers = []
-    with ms.record_routing(model) if routing is None else ms.replay_routing(model, routing) as recorded:
-        for step in range(steps):
-            ids = text(100 * step + dist.get_rank())
-            loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            norm = ms.clip_grad_norm_(model, 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            numbers.append((loss.item(), norm.item()))
-    return numbers, recorded if routing is None else routing
-
-
-def replayed_for_long(folder: Path, runs: list[Run], steps: int) -> list[Numbers]:
-    """Numbers of the first run, and of the others with its routing."""
-    first, routing = trained_for_long(folder, runs[0], steps, None)
-    return [first, *(trained_for_long(folder, run, steps, routing)[0] for run in runs[1:])]
-
-
-def free_for_long(folder: Path, runs: list[Run], steps: int) -> list[tuple[Numbers, list[Tensor]]]:
-    """Numbers and routing of every run."""
-    return [trained_for_long(folder, run, steps, None) for run in runs]
-
-
-def long(family: str, sizes: dict[str, int], name: str) -> Any:
-    return pytest.param(family, 50, sizes, marks=pytest.mark.slow, id=f"{family}, {name}, 50 steps")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "steps", "sizes"),
-    [
-        pytest.param("qwen3_moe", 6, FOUR, id="one group"),
-        pytest.param("qwen3_moe", 6, MESHES["two groups"], id="two"),
-        long("qwen3_moe", MESHES["two groups"], "two groups"),
-        *(long(family, FOUR, "one group") for family in FAMILIES),
-    ],
-)
-def test_with_the_same_routing_trainings_stay_together(
-    ranks: LocalRanks, checkpoints: Any, family: str, steps: int, sizes: dict[str, int]
-) -> None:
-    """Without it a near tie sends a token elsewhere sooner or later."""
-    R = sizes["ep_size"]
-    runs = [Run(strategy, sizes) for strategy in (None, lent(R, overlap=OVERLAPS[1]), fsep(R))]
-    for oracle, *found in ranks.run(replayed_for_long, checkpoints(family), runs, steps, timeout_s=250.0):
-        assert len(oracle) == steps
-        for numbers in found:
-            for one, wanted in zip(numbers, oracle, strict=True):
-                assert one == pytest.approx(wanted, rel=1e-5)
-
-
-def first_other_choice(by_rank: list[list[Tensor]], oracle_by_rank: list[list[Tensor]]) -> int:
-    """The first step in which a token of any rank has other experts; the number of steps if none has."""
-    firsts = []
-    for found, oracle in zip(by_rank, oracle_by_rank, strict=True):
-        same = [torch.equal(a.sort().values, b.sort().values) for a, b in zip(found, oracle, strict=True)]
-        firsts.append([*same, False].index(False))
-    return min(firsts)
-
-
-@pytest.mark.slow
-def test_free_trainings_stay_together_until_a_token_has_other_experts(ranks: LocalRanks, checkpoints: Any) -> None:
-    """Prints the step of the first other choice."""
-    steps, strategies = 50, (EP, lent(4, overlap=OVERLAPS[1]), fsep(4))
-    runs = [Run(strategy) for strategy in (None, *strategies)]
-    by_rank = ranks.run(free_for_long, checkpoints("qwen3_moe"), runs, steps, timeout_s=550.0)
-    oracle, *found = zip(*by_rank, strict=True)
-    for strategy, one in zip(strategies, found, strict=True):
-        first = first_other_choice([routing for _, routing in one], [routing for _, routing in oracle])
-        print(f"{strategy.name}: first other choice in step {first} of {steps}")
-        for (numbers, _), (wanted, _) in zip(one, oracle, strict=True):
-            assert [loss for loss, _ in numbers[:first]] == pytest.approx(
-                [loss for loss, _ in wanted[:first]], rel=1e-5
-            )
 
 
 @pytest.mark.slow
@@ -298,9 +208,7 @@ def exact_gradients(family: str) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["mixed", "autocast"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_in_bfloat16_errors_are_those_of_transformers(
-    ranks: LocalRanks, checkpoints: Any, family: str, how: str
-) -> None:
+def test_in_bfloat16_errors_are_of_transformers(ranks: LocalRanks, checkpoints: Any, family: str, how: str) -> None:
     """Of the first step's gradients, all parameters together, beside the same in float64 with the same routing."""
     exact, routing = exact_gradients(family)
     options = {how: True, "steps": 1, "routing": routing}
@@ -309,35 +217,12 @@ def test_in_bfloat16_errors_are_those_of_transformers(
 
     def error(found: dict[str, Tensor]) -> float:
         assert found.keys() == exact.keys()
-        squares = [
-            ((found[name].double() - wanted).square().sum(), wanted.square().sum()) for name, wanted in exact.items()
-        ]
+        squares = [((found[name].double() - each).square().sum(), each.square().sum()) for name, each in exact.items()]
         wrong, right = (float(sum(side)) for side in zip(*squares, strict=True))
         return (wrong / right) ** 0.5
 
     for one in ours:
         assert 0 < error(one) <= 1.5 * error(theirs)
-
-
-def evaluated(folder: Path, strategy: ms.Strategy) -> tuple[Tensor, Tensor]:
-    """Logits without gradients, and tokens that are generated."""
-    model = loaded(folder, strategy, FOUR).eval()
-    with torch.no_grad():
-        logits = model(input_ids=text(7)).logits
-    return logits, model.generate(text(7)[:, :4], max_new_tokens=5, do_sample=False)
-
-
-def test_evaluation_and_generation(ranks: LocalRanks, checkpoints: Any) -> None:
-    from transformers import AutoModelForCausalLM
-
-    folder = checkpoints("qwen3_moe")
-    alone = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
-    with torch.no_grad():
-        wanted = alone(input_ids=text(7)).logits
-    for strategy in (lent(4), fsep(4)):
-        for logits, generated in ranks.run(evaluated, folder, strategy, timeout_s=100.0):
-            assert torch.allclose(logits, wanted, atol=1e-5)
-            assert torch.equal(generated, alone.generate(text(7)[:, :4], max_new_tokens=5, do_sample=False))
 
 
 def saved(folder: Path, out: Path, strategy: ms.Strategy) -> None:

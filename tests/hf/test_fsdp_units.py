@@ -53,19 +53,6 @@ def shifted_router(model: Any) -> Any:
     return model
 
 
-def head(model: Any) -> Any:
-    cast(model.to(HALF).lm_head, FULL)
-    return model
-
-
-def norms(model: Any) -> Any:
-    """A product of float32 and bfloat16 is of float32, so that nothing else needs to know."""
-    for name, module in model.named_modules():
-        if name.endswith("norm"):
-            module.to(HALF)
-    return model
-
-
 def experts(model: Any) -> Any:
     model.to(HALF)
     for layer in model.model.layers:
@@ -110,14 +97,6 @@ def tied_blocks(model: Any) -> Any:
     second.input_layernorm.weight = first.input_layernorm.weight
     second.self_attn.q_proj.weight = first.self_attn.q_proj.weight
     second.post_attention_layernorm = first.post_attention_layernorm
-    return model
-
-
-def shared_in_a_part(model: Any) -> Any:
-    """The attentions share a projection, and the second one has a parameter of another dtype."""
-    first, second = (layer.self_attn for layer in model.model.layers)
-    second.q_proj.weight = first.q_proj.weight
-    second.scale = nn.Parameter(torch.zeros(8, dtype=HALF))
     return model
 
 
@@ -176,15 +155,12 @@ EXACT, ROUNDED = (1e-5, 1e-4), (2e-2, 0.1)
 KINDS: dict[Callable[[Any], Any], tuple[str, bool, tuple[float, float]]] = {
     router: ("deepseek_v3", False, ROUNDED),
     shifted_router: ("deepseek_v3", False, ROUNDED),
-    head: ("qwen3_moe", False, ROUNDED),
-    norms: ("qwen3_moe", False, (1e-5, 1e-2)),
     experts: ("qwen3_moe", False, ROUNDED),
     anything: ("qwen3_moe", True, ROUNDED),
     some_frozen: ("qwen3_moe", True, ROUNDED),
     tied_head: ("qwen3_moe", False, EXACT),
     tied_head_in_half: ("qwen3_moe", True, ROUNDED),
     tied_blocks: ("qwen3_moe", False, EXACT),
-    shared_in_a_part: ("qwen3_moe", False, EXACT),
     blocks_in_a_part: ("qwen3_moe", False, EXACT),
     part_in_shared: ("qwen3_moe", False, (1e-5, 1e-2)),
     parametrized_router: ("qwen3_moe", False, EXACT),
@@ -279,9 +255,7 @@ def refusals() -> dict[str, str]:
 
 def test_what_one_unit_cannot_have_is_refused_before_anything_is_sharded(ranks: LocalRanks) -> None:
     for found in ranks.run(refusals, num_ranks=2, timeout_s=60.0):
-        assert (
-            "mlp.gate has trainable parameters of several dtypes, weight of torch.float32 and scale " in found["router"]
-        )
+        assert "mlp.gate has trainable parameters of several dtypes, weight of torch.float32 and" in found["router"]
         assert "model.layers.1 has a parameter that another block has too, scale, which" in found["block"]
         assert "model, model.layers.0.mlp.gate, model.layers.0 share parameters so that some" in found["around"]
         assert "several dtypes, gate_up_proj of torch.float32, down_proj of torch.bfloat16; give" in found["experts"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import assert_equal, refusal
-from hf_models import drawn, fsep, lent, text, whole
+from hf_models import drawn, fsep, lent, loss_of, text, whole
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
@@ -69,10 +69,6 @@ MODELS: dict[str, Callable[[], Any]] = {
     "checkpointed": checkpointed,
     "one layer": one_layer,
 }
-
-
-def loss_of(model: Any, seed: int) -> Tensor:
-    return model(input_ids=text(seed), labels=text(seed)).loss
 
 
 def trained(model: Any, strategy: ms.Strategy | None, mesh: Any = None) -> dict[str, Tensor]:

@@ -8,18 +8,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import assert_equal
+from conftest import assert_equal, on_ranks
 from hf_models import SMALL, drawn, lent, text, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import (
-    Ernie4_5_MoeConfig,
-    Ernie4_5_MoeForCausalLM,
-    MiniMaxM2Config,
-    MiniMaxM2ForCausalLM,
-    ZayaConfig,
-    ZayaForCausalLM,
-)
+from transformers import ZayaConfig, ZayaForCausalLM
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
@@ -32,20 +25,6 @@ RATE, STEPS, MICRO_BATCHES = 0.05, 2, 3
 def ids_of(step: int, micro_batch: int, rank: int) -> Tensor:
     """Ranks have different numbers of tokens."""
     return text(100 * step + 10 * micro_batch + rank, num_rows=2 + rank)
-
-
-def made(family: str) -> Any:
-    if family == "minimax_m2":
-        config = MiniMaxM2Config(**SMALL, head_dim=12, intermediate_size=24, num_local_experts=8, num_experts_per_tok=2)
-        torch.manual_seed(1)
-        return MiniMaxM2ForCausalLM._from_config(config, attn_implementation="eager").train()
-    if family != "ernie":
-        return drawn(family)
-    experts = {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 0}
-    shape = {**SMALL, "head_dim": 12, "intermediate_size": 40}
-    config = Ernie4_5_MoeConfig(**shape, **experts, moe_layer_start_index=0, moe_layer_interval=1)
-    torch.manual_seed(1)
-    return Ernie4_5_MoeForCausalLM._from_config(config, attn_implementation="eager").train()
 
 
 def biases_of(model: nn.Module) -> list[Tensor]:
@@ -65,18 +44,16 @@ def evaluate(model: Any, ids: Tensor) -> None:
 Found = list[tuple[list[list[int]], list[Tensor]]]
 
 
-def on_ranks(family: str, groups: tuple[int, int] | None) -> Found:
+def balanced(family: str, groups: tuple[int, int] | None) -> Found:
     """Counts of each step and biases after it, with activations recomputed, and evaluation between micro-batches.
     ``groups``: of experts, and the ranks of each.
     """
-    model = made(family)
+    model = drawn(family)
     mesh = None if groups is None else init_device_mesh("cpu", groups, mesh_dim_names=("dp", "ep"))
     ms.parallelize(model, ms.Strategy(name="ep") if groups else lent(2), mesh)
     model.activation_checkpointing_enable({"use_reentrant": False})
     if family == "deepseek_v3":
-        with pytest.raises(
-            ValueError, match="all 8 experts, or among some of 4 groups, which quantiles do not balance"
-        ):
+        with pytest.raises(ValueError, match="all 8 experts, or among some of 4 groups, which quantiles do not"):
             ms.QuantileBalancer(model, dist.group.WORLD, scoring_func="sigmoid")
     found = []
     for step in range(STEPS):
@@ -96,7 +73,7 @@ def on_ranks(family: str, groups: tuple[int, int] | None) -> Found:
 
 def alone(family: str) -> Found:
     """The same of one process with the whole batch, by transformers' own experts."""
-    model = made(family)
+    model = drawn(family)
     chosen: list[Tensor] = []
     for name, module in model.named_modules():
         if name.endswith(".gate"):
@@ -130,12 +107,12 @@ def test_counts_and_biases_are_those_of_one_process_with_the_whole_batch(
 ) -> None:
     expected = alone(family)
     assert expected[0][0] != expected[1][0]
-    assert_equal(ranks.run(on_ranks, family, groups, num_ranks=2), [expected] * 2)
+    assert_equal(ranks.run(balanced, family, groups, num_ranks=2), [expected] * 2)
 
 
 def balanced_by_quantiles(family: str, scoring_func: Any, groups: tuple[int, int] | None) -> list[dict[str, list[Any]]]:
     """What routers gave to real tokens in the passes of each step, their histograms, and biases before and after."""
-    model, group = made(family), None
+    model, group = drawn(family), None
     gates = [module for name, module in model.named_modules() if name.endswith(".gate")]
     if family == "ernie":
         # FSDP shards such routers, with their biases, by themselves.
@@ -204,7 +181,7 @@ def test_biases_are_quantiles_over_the_whole_batch(
 
 def global_loss(family: str, micro_batches: int) -> tuple[Tensor, dict[str, Tensor]]:
     """The mean over ranks of a loss over the global batch, and its gradients, which FSDP makes means too."""
-    model = with_uneven_biases(made(family))
+    model = with_uneven_biases(drawn(family))
     ms.parallelize(model, lent(2))
     for micro_batch in range(micro_batches):
         ids, mask = padded(ids_of(0, micro_batch, dist.get_rank()))
@@ -241,7 +218,7 @@ def gates(model: nn.Module) -> dict[str, Tensor]:
 )
 def test_loss_over_the_global_batch_is_transformers_own_of_one_process(ranks: LocalRanks, family: str) -> None:
     """Whatever chooses the experts: transformers' loss is of the logits alone."""
-    model = with_uneven_biases(made(family))
+    model = with_uneven_biases(drawn(family))
     batches = [padded(ids_of(0, 0, rank)) for rank in range(2)]
     ids, mask = (torch.cat(each) for each in zip(*batches, strict=True))
     outputs = model(input_ids=ids, attention_mask=mask, output_router_logits=True)
@@ -254,7 +231,7 @@ def test_loss_over_the_global_batch_is_transformers_own_of_one_process(ranks: Lo
 
 
 def test_shares_of_preferred_experts_are_those_of_all_micro_batches(ranks: LocalRanks) -> None:
-    model, tokens_E = with_uneven_biases(made("ernie")), torch.zeros(8)
+    model, tokens_E = with_uneven_biases(drawn("ernie")), torch.zeros(8)
     for micro_batch in range(2):
         outputs = [
             (model(input_ids=ids, attention_mask=mask, output_router_logits=True), mask)
@@ -272,12 +249,9 @@ def zaya() -> Any:
     return ZayaForCausalLM._from_config(config, attn_implementation="eager").train()
 
 
-def test_a_bias_for_more_than_experts_is_refused_by_name(ranks: LocalRanks) -> None:
+@on_ranks(2)
+def test_a_bias_for_more_than_experts_is_refused_by_name() -> None:
     """Zaya's routers may choose no expert, which its experts do not count."""
-    ranks.run(zaya_is_refused, num_ranks=2)
-
-
-def zaya_is_refused() -> None:
     model = zaya()
     ms.parallelize(model, ms.Strategy(name="ep"))
     ids = ids_of(0, 0, dist.get_rank())
@@ -296,7 +270,5 @@ def test_models_whose_biases_cannot_move_are_refused() -> None:
     with pytest.raises(ValueError, match=r"gate.e_score_correction_bias belongs to experts that do not count"):
         ms.QuantileBalancer(model, scoring_func="sigmoid")
     ms.update_router_bias(model, rate=0.0)
-    with pytest.raises(
-        ValueError, match=r"router_logits has 1 layers with \[8\] columns, and the model has 0 of experts that"
-    ):
+    with pytest.raises(ValueError, match=r"router_logits has 1 layers with \[8\] columns, and the model has 0 of"):
         ms.global_aux_loss(model, [torch.zeros(3, 8)])

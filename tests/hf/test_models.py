@@ -46,10 +46,8 @@ def test_a_model_trains_as_with_eager_experts(family: str) -> None:
 def test_errors_of_a_model_in_bfloat16_are_those_of_transformers(family: str) -> None:
     """Beside the same bfloat16 numbers in float32. Most of it are tokens that go to other experts."""
     results = {}
-    for name, dtype in {
-        "exact": torch.float32,
-        **dict.fromkeys(("moesys", "grouped_mm", "eager"), torch.bfloat16),
-    }.items():
+    dtypes = {"exact": torch.float32} | dict.fromkeys(("moesys", "grouped_mm", "eager"), torch.bfloat16)
+    for name, dtype in dtypes.items():
         model = language_model(family, "eager" if name == "exact" else name).bfloat16().to(dtype)
         output = model(input_ids=text(0), labels=text(0))
         output.loss.backward()

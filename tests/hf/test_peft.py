@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hf_models import drawn, fsep, lent, loaded, text, whole
+from hf_models import drawn, fsep, lent, loaded, loss_of, whole
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -34,10 +34,6 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 def adapted(model: Any, adapter: str) -> Any:
     torch.manual_seed(3)
     return get_peft_model(model, LoraConfig(**({"r": 4, "init_lora_weights": False} | ADAPTERS[adapter])))
-
-
-def loss_of(model: Any, rank: int) -> Tensor:
-    return model(input_ids=text(rank), labels=text(rank)).loss
 
 
 def errors_of_gradients(adapters: list[str], dtype: torch.dtype, strategy: ms.Strategy) -> list[float]:

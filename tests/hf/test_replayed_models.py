@@ -102,9 +102,8 @@ def test_replaying_what_was_recorded_changes_no_bit(family: str, checkpointing: 
     with ms.record_routing(model) as recorded:
         assert_equal(train(model), plain)
     layers, top_k = len(routers(model)), routers(model)[0].top_k
-    assert [(ids.shape, ids.dtype) for ids in recorded] == [
-        ((layers, num_tokens, top_k), torch.uint8) for num_tokens in (60, 33)
-    ]
+    assert [ids.shape for ids in recorded] == [(layers, num_tokens, top_k) for num_tokens in (60, 33)]
+    assert {ids.dtype for ids in recorded} == {torch.uint8}
     with ms.replay_routing(model, recorded):
         assert_equal(train(model), plain)
 
@@ -321,31 +320,6 @@ def test_ranks_under_a_strategy_replay_their_own(ranks: LocalRanks, family: str)
             assert relative(gradients[name], gradient) <= 1e-5, name
 
 
-def compiled_on_ranks(compiled: str, first: str, ids: list[Tensor]) -> dict[str, Tensor]:
-    model = drawn("qwen3_moe").eval()
-    strategy = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=5), balance=ms.Eplb())
-    runtime = ms.parallelize(model, strategy)
-    found = recorded_and_replayed(COMPILED[compiled](model), ids[dist.get_rank()], first)
-    runtime.close()
-    return found
-
-
-# Tests above cover compiled models in one process, and strategies that replay without a compiler.
-@pytest.mark.slow
-@pytest.mark.parametrize(("compiled", "first"), [("blocks", "plain"), ("whole", "plain"), ("whole", "recorded")])
-def test_compiled_models_under_a_strategy_are_recorded_and_replayed(
-    ranks: LocalRanks, compiled: str, first: str
-) -> None:
-    model = drawn("qwen3_moe", experts_implementation="eager").eval()
-    with torch.no_grad(), ms.record_routing(model) as live:
-        model(input_ids=text(0))
-    ids = [other_experts(model, rank) for rank in range(2)]
-    for rank, found in enumerate(ranks.run(compiled_on_ranks, compiled, first, ids, num_ranks=2, timeout_s=100.0)):
-        assert torch.equal(found["live"], live[0])
-        assert torch.equal(found["replayed"], ids[rank])
-        assert torch.equal(found["after"], live[0])
-
-
 def test_a_reentrant_checkpoint_is_refused() -> None:
     model = drawn("qwen3_moe", experts_implementation="eager")
     model.activation_checkpointing_enable({"use_reentrant": True})
@@ -386,11 +360,8 @@ def test_experts_with_a_router_of_ones_own_are_named(others: dict[str, nn.Module
 
 
 def test_a_model_without_routers_is_named() -> None:
-    with (
-        pytest.raises(ValueError, match="Linear has no router; known are moesys' Router"),
-        ms.record_routing(nn.Linear(2, 2)),
-    ):
-        pass
+    with pytest.raises(ValueError, match="Linear has no router; known are moesys' Router"):
+        ms.record_routing(nn.Linear(2, 2)).__enter__()
 
 
 def test_dense_layers_have_no_place_in_the_ids() -> None:

@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import assert_equal, refusal
-from hf_models import drawn, loaded, under_torchrun, whole
-from test_trainer import GREEDY, Rows
+from hf_models import Rows, drawn, loaded, under_torchrun, whole
 from transformers import TrainerCallback, TrainingArguments
 
 import moesys as ms
@@ -22,6 +21,7 @@ from moesys.moe.experts import experts_of
 
 # What 2, 3 and 4 ranks divide.
 EXPERTS, BATCH = 12, 12
+GREEDY: dict[str, Any] = {"balance": ms.Greedy(), "split": ms.FlowSplit()}
 SAVED_AT, STEPS = 3, 6
 LENT = ms.Strategy(name="lent", sharding=ms.Ep(slots_per_rank=7), **GREEDY)
 FSEP = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=7), overlap=ms.Pipelined(chunks=2), **GREEDY)
@@ -91,53 +91,44 @@ def trained(
     }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", [None, LENT, FSEP], ids=["all_to_all", "lent", "fsep"])
-def test_goes_on_as_if_it_had_not_been_stopped(ranks: LocalRanks, tmp_path: Path, strategy: ms.Strategy | None) -> None:
-    """Two groups of two save. The same go on with the same bits; two ranks and three begin with the same bits."""
+GROUPS, TWO, THREE = {"fsdp_size": 4, "ep_size": 2}, {"fsdp_size": 2, "ep_size": 2}, {"fsdp_size": 3, "ep_size": 3}
+SLOW = [pytest.param(each, False, GROUPS, (TWO, THREE), marks=pytest.mark.slow) for each in (None, LENT, FSEP)]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "muon", "sizes", "others"),
+    [*SLOW, (FSEP, True, TWO, (THREE,))],
+    ids=["all_to_all", "lent", "fsep", "muon"],
+)
+def test_goes_on_as_if_it_had_not_been_stopped(
+    ranks: LocalRanks, tmp_path: Path, strategy: ms.Strategy | None, muon: bool, sizes: dict[str, int], others: Any
+) -> None:
+    """The same ranks go on with the same bits. Others begin with the same bits, Muon's under another sharding."""
     drawn("qwen3_moe", EXPERTS).save_pretrained(tmp_path / "model")
     folders = (tmp_path / "model", tmp_path / "out")
-    groups = {"fsdp_size": 4, "ep_size": 2}
-    through = ranks.run(trained, *folders, strategy, groups, False, timeout_s=250.0)[0]
-    again = ranks.run(trained, *folders, strategy, groups, True, timeout_s=250.0)[0]
+
+    def run(strategy: ms.Strategy | None, sizes: dict[str, int], resumed: bool) -> dict[str, Any]:
+        num_ranks = sizes["fsdp_size"]
+        return ranks.run(of_trainer, *folders, strategy, sizes, resumed, muon, num_ranks=num_ranks, timeout_s=250.0)[0]
+
+    through, again = (run(strategy, sizes, resumed) for resumed in (False, True))
     assert len(again["steps"]) == STEPS
     assert again["steps"] == through["steps"]
     assert again["layouts"] == through["layouts"][SAVED_AT:]
-    if strategy is not None:
+    if strategy is not None and not muon:
         assert through["layouts"][SAVED_AT] != through["layouts"][0]
     for what in ("weights", "moments", "state"):
-        assert through[what].keys() == through["state"].keys()
         assert_equal(again[what], through[what], what)
-    for num_ranks in (2, 3):
-        sizes = {"fsdp_size": num_ranks, "ep_size": num_ranks}
-        other = ranks.run(trained, *folders, strategy, sizes, True, num_ranks=num_ranks, timeout_s=250.0)[0]
+    for each in others:
+        other = run(LENT if muon else strategy, each, True)
         for what in ("weights", "moments"):
-            assert all(torch.equal(other[what][name], tensor) for name, tensor in through[what].items()), what
+            assert_equal({name: other[what][name] for name in through[what]}, through[what], what)
         for one, wanted in zip(other["steps"], through["steps"], strict=True):
             assert one == pytest.approx(wanted, rel=1e-5)
 
 
-def test_muon_goes_on_as_if_it_had_not_been_stopped(ranks: LocalRanks, tmp_path: Path) -> None:
-    """Two ranks under ``Fsep`` go on with the same bits, and three under ``Ep`` but for the order of sums."""
-    drawn("qwen3_moe", EXPERTS).save_pretrained(tmp_path / "model")
-    folders, sizes = (tmp_path / "model", tmp_path / "out"), {"fsdp_size": 2, "ep_size": 2}
-    runs = [
-        ranks.run(_by_muon, *folders, FSEP, sizes, again, num_ranks=2, timeout_s=250.0)[0] for again in (False, True)
-    ]
-    through, again = runs
-    assert again["steps"] == through["steps"]
-    for what in ("weights", "moments", "state"):
-        assert_equal(again[what], through[what], what)
-    sizes = {"fsdp_size": 3, "ep_size": 3}
-    other = ranks.run(_by_muon, *folders, LENT, sizes, True, num_ranks=3, timeout_s=250.0)[0]
-    for what in ("weights", "moments"):
-        assert all(torch.equal(other[what][name], tensor) for name, tensor in through[what].items()), what
-    for one, wanted in zip(other["steps"], through["steps"], strict=True):
-        assert one == pytest.approx(wanted, rel=1e-5)
-
-
-def _by_muon(*given: Any) -> dict[str, Any]:
-    return trained(*given, muon=True)
+def of_trainer(*given: Any) -> dict[str, Any]:
+    return trained(*given[:-1], muon=given[-1])
 
 
 def trained_for_the_worst(folder: Path) -> dict[str, Any]:

@@ -48,9 +48,7 @@ def test_float64_is_computed_in_float64(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
 @every_kind
-def test_errors_of_16_bits_are_not_larger_than_those_of_transformers(
-    kind: Callable[[], nn.Module], dtype: torch.dtype
-) -> None:
+def test_errors_of_16_bits_are_no_larger_than_theirs(kind: Callable[[], nn.Module], dtype: torch.dtype) -> None:
     """Beside what the same parameters and inputs give in float64."""
     module, tokens = experts(kind, dtype), batch(200, dtype)
     wide = Batch(tokens.x.double(), tokens.index, tokens.weight.double(), tokens.dy.double())
@@ -224,9 +222,7 @@ def test_what_is_frozen_has_no_gradient_and_changes_no_other(kind: Callable[[], 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @every_kind
-def test_backward_keeps_tokens_pre_activations_and_routing_alone(
-    kind: Callable[[], nn.Module], dtype: torch.dtype
-) -> None:
+def test_backward_keeps_tokens_and_pre_activations_alone(kind: Callable[[], nn.Module], dtype: torch.dtype) -> None:
     T = 100
     module, tokens = experts(kind, dtype), batch(T, dtype)
     # Each expert has so many rows that they need no padding.

@@ -81,9 +81,8 @@ def trainer_of(kind: str, model: Any, reference: Callable[[], Any], out: Path, *
 
     given: dict[str, Any] = {"model": model, "processing_class": tokenizer()}
     if kind == "sft":
-        columns: dict[str, Any] = {
-            "input_ids": [text(row, num_rows=1)[0, : 8 + row % 12].tolist() for row in range(ROWS)]
-        }
+        rows = [text(row, num_rows=1)[0, : 8 + row % 12].tolist() for row in range(ROWS)]
+        columns: dict[str, Any] = {"input_ids": rows}
     elif kind == "dpo":
         columns = {
             name: [words(row + at, 4 + row % 5) + " " for row in range(ROWS)]
@@ -134,19 +133,6 @@ def test_trainers_train_as_with_all_to_all(ranks: LocalRanks, tmp_path: Path, ki
         assert found == pytest.approx(wanted, rel=1e-5)
         if kind == "sft":
             assert numbers(strategy, resumed=True) == found
-
-
-@pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
-def test_trainers_train_one_rank_as_with_eager_experts(tmp_path: Path, kind: str) -> None:
-    found = []
-    for experts in ("eager", ms.hf.register()):
-        made = partial(drawn, "qwen3_moe", experts_implementation=experts)
-        torch.manual_seed(0)
-        trainer = trainer_of(kind, made(), made, tmp_path, save_strategy="no")
-        trainer.train()
-        found.append(numbers_of(trainer))
-    assert len(found[0]) == 2 * STEPS
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
 # --- replay of routes -------------------------------------------------------------------------------------------------
@@ -260,9 +246,7 @@ def replaying_trainer(page: dict[str, Any], form: Callable[[Tensor], Any], out: 
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_under_replay_the_policy_has_the_probabilities_of_the_rollout(
-    page: dict[str, Any], tmp_path: Path, form: str
-) -> None:
+def test_under_replay_probabilities_are_those_of_the_rollout(page: dict[str, Any], tmp_path: Path, form: str) -> None:
     trainer = replaying_trainer(page, FORMS[form], tmp_path)
     assert len(trainer.ratios) == 6 * page["NEW"]
     assert (trainer.ratios - 1).abs().max() <= 1e-5
@@ -273,9 +257,7 @@ def test_without_replay_it_has_others(page: dict[str, Any], tmp_path: Path) -> N
     assert (trainer.ratios - 1).abs().max() > 0.01
 
 
-def test_gradients_under_replay_are_those_of_routers_that_are_fixed_by_hand(
-    page: dict[str, Any], tmp_path: Path
-) -> None:
+def test_gradients_under_replay_are_those_of_routers_fixed_by_hand(page: dict[str, Any], tmp_path: Path) -> None:
     from trl import GRPOTrainer
 
     trainer = replaying_trainer(page, in_base64, tmp_path)

@@ -7,75 +7,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import Tensor
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainingArguments
+from hf_models import Rows, drawn, loaded
+from torch.utils.data import Subset
+from transformers import Trainer, TrainingArguments
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
 
-STEPS, ACCUMULATED, NUM_RANKS, EXPERTS, TOP_K = 3, 2, 2, 4, 2
-BATCH, CONTEXT = 2, 12
+STEPS, ACCUMULATED, NUM_RANKS, TOP_K = 3, 2, 2, 3
 
 
-class Text(torch.utils.data.Dataset[dict[str, Tensor]]):
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        ids = torch.randint(96, (CONTEXT,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": ids, "labels": ids}
-
-
-def small_model() -> Qwen3MoeForCausalLM:
-    config = Qwen3MoeConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=32,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=EXPERTS,
-        num_experts_per_tok=TOP_K,
-    )
-    return Qwen3MoeForCausalLM(config)
-
-
-def arguments(folder: Path, **changes: Any) -> TrainingArguments:
-    options = {
-        "output_dir": str(folder),
-        "use_cpu": True,
-        "report_to": [],
-        "max_steps": STEPS,
-        "per_device_train_batch_size": BATCH,
-        "gradient_accumulation_steps": ACCUMULATED,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-    }
-    return TrainingArguments(**options | changes)
+def trainer_of(model: Any, out: Path, watch: ms.hf.WatchCallback, **changes: Any) -> Trainer:
+    options = {"use_cpu": True, "report_to": [], "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True}
+    options |= {"max_steps": STEPS, "per_device_train_batch_size": 2, "gradient_accumulation_steps": ACCUMULATED}
+    arguments = TrainingArguments(output_dir=str(out), dataloader_pin_memory=False, **options | changes)
+    rows = Subset(Rows(), range(16))
+    return Trainer(model, arguments, train_dataset=Rows(), eval_dataset=rows, callbacks=[watch])
 
 
 def train_watched(checkpoint: Path, folder: Path) -> list[dict[str, float]]:
     """Trains under a strategy with an evaluation after every step, and returns what the trainer logged."""
-    from transformers.distributed import DistributedConfig
-
     strategy = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=3), split=ms.FlowSplit())
-    distributed = DistributedConfig(fsdp_size=NUM_RANKS, ep_size=NUM_RANKS, ep_implementation=ms.hf.register(strategy))
-    model = Qwen3MoeForCausalLM.from_pretrained(checkpoint, distributed_config=distributed)
-    reported = {"report_to": ["tensorboard"]}
+    model = loaded(checkpoint, strategy, {"fsdp_size": NUM_RANKS, "ep_size": NUM_RANKS})
     watch = ms.hf.WatchCallback(folder / "watched")
-    trainer = Trainer(
-        model,
-        arguments(folder / f"trainer-{dist.get_rank()}", eval_strategy="steps", eval_steps=1, **reported),
-        train_dataset=Text(),
-        eval_dataset=Text(),
-        callbacks=[watch],
-    )
+    evaluated = {"report_to": ["tensorboard"], "eval_strategy": "steps", "eval_steps": 1}
+    trainer = trainer_of(model, folder / f"trainer-{dist.get_rank()}", watch, **evaluated)
     watch.report_with(trainer)
     trainer.train()
     return trainer.state.log_history
@@ -91,8 +48,7 @@ def scalars(folder: Path) -> dict[str, list[float]]:
 
 
 def test_the_trainer_is_watched(ranks: LocalRanks, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    small_model().save_pretrained(tmp_path / "checkpoint")
+    drawn("qwen3_moe", 4).save_pretrained(tmp_path / "checkpoint")
     logs, _ = ranks.run(train_watched, tmp_path / "checkpoint", tmp_path, num_ranks=NUM_RANKS, timeout_s=120.0)
     logged = {name: [log[name] for log in logs if name in log] for name in ("loss", "grad_norm", "eval_loss")}
     for rank in range(NUM_RANKS):
@@ -106,7 +62,7 @@ def test_the_trainer_is_watched(ranks: LocalRanks, tmp_path: Path) -> None:
                 assert layer["micro_batches"] == ACCUMULATED
                 # The same in every step, whose layouts are one: evaluations between them are not counted.
                 assert layer["restored_mib"] == lines[0]["layers"][0]["restored_mib"] > 0
-                tokens = NUM_RANKS * ACCUMULATED * BATCH * CONTEXT * TOP_K
+                tokens = NUM_RANKS * ACCUMULATED * 2 * 20 * TOP_K
                 assert sum(layer["tokens_E"]) == (tokens if rank == 0 else 0)
 
     first = [json.loads(line) for line in (tmp_path / "watched/rank-0000.jsonl").read_text().splitlines()]
@@ -120,12 +76,7 @@ def test_the_trainer_is_watched(ranks: LocalRanks, tmp_path: Path) -> None:
 
 
 def test_a_model_without_a_strategy_is_refused(tmp_path: Path) -> None:
-    trainer = Trainer(
-        small_model(),
-        arguments(tmp_path),
-        train_dataset=Text(),
-        callbacks=[ms.hf.WatchCallback(tmp_path / "watched")],
-    )
+    trainer = trainer_of(drawn("qwen3_moe"), tmp_path, ms.hf.WatchCallback(tmp_path / "watched"))
     with pytest.raises(ValueError, match="there is nothing to watch"):
         trainer.train()
 
