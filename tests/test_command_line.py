@@ -311,3 +311,17 @@ def test_a_signal_during_an_import_ends_a_command_without_a_traceback(at, number
         main()
     assert (end.value.code, end.value.__suppress_context__) == (code, True)
     assert capfd.readouterr() == ("", "")
+
+
+def test_ctrl_c_is_an_interruption_after_a_plan_of_cp_sat():
+    code = """
+import signal, numpy as np, moesys as ms
+load = ms.planning.LoadMatrix(np.random.default_rng(0).integers(1, 99, (4, 8)))
+ms.plan_layout(load, ms.ClusterSpec(num_nodes=2, ranks_per_node=2), ms.CpSat(), 3)
+try:
+    signal.raise_signal(signal.SIGINT)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr

@@ -345,6 +345,8 @@ def solve(
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = RANDOM_SEED
     solver.parameters.max_deterministic_time = seconds
+    # It would leave Ctrl-C to the system, which ends a process without a word.
+    solver.parameters.catch_sigint_signal = False
     status = solver.solve(model)
     spent = solver.response_proto.deterministic_time
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
