@@ -49,7 +49,7 @@ BUDGETS = {
     "moesys/config": Budget(2_133, 13),
     "moesys, ground files": Budget(2_484, 17),
     "moesys/kernels": Budget(4_647, 39),
-    "moesys/balance": Budget(5_476, 37),
+    "moesys/balance": Budget(5_477, 37),
     "moesys/overlap": Budget(2_812, 15),
     "moesys/moe": Budget(4_671, 22),
     "moesys/simulator": Budget(2_238, 12),
@@ -60,9 +60,9 @@ BUDGETS = {
     "moesys, entry points": Budget(275, 4),
     "benchmarks": Budget(7_330, 56),
     "experiments": Budget(1_396, 15),
-    "tests": Budget(43_713, 324),
+    "tests": Budget(43_725, 324),
 }
-TOTAL = Budget(38_000, 240)
+TOTAL = Budget(38_001, 240)
 OUTSIDE = ("benchmarks", "experiments", "tests")
 
 
