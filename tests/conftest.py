@@ -171,7 +171,7 @@ def refusal(fn: Callable[..., object], *arguments: Any) -> str:
     """Returns what a rank is told where all are refused: ranks that raised would end, and others start, in seconds."""
     try:
         fn(*arguments)
-    except (RuntimeError, TypeError, ValueError) as error:
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return "it was not refused"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -273,44 +274,37 @@ def test_memory_is_as_many_slots_as_experts_in_the_compute_dtype(
     assert ranks.run(slots_in_memory, dtype, policy, num_ranks=2) == [(8, 8)] * 2
 
 
-def parallelized(kind: str) -> None:
-    if kind == "no experts":
-        ms.parallelize(nn.Linear(3, 3), LENT)
-    elif kind == "no ep":
-        ms.parallelize(drawn("olmoe"), LENT, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
-    elif kind == "a batch for two":
-        ms.parallelize(drawn("olmoe"), LENT, init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "ep")))
-    elif kind == "a norm":
-        model = drawn("olmoe")
-        model.model.layers[1].mlp.experts.post_expert_norm = nn.RMSNorm(48)
-        ms.parallelize(model, LENT)
-    elif kind == "too small":
-        ms.parallelize(drawn("olmoe"), LENT, init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "ep"))["ep"])
-    elif kind == "a generator":
-        ms.parallelize(drawn("olmoe").parameters(), LENT)
-    elif kind == "swapped":
-        ms.parallelize(drawn("olmoe"), init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)), LENT)
-    elif kind == "a group":
-        ms.parallelize(drawn("olmoe"), LENT, dist.group.WORLD)
+def mesh(sizes: tuple[int, ...], *names: str) -> DeviceMesh:
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
 
 
-REFUSED = {
-    "no experts": "Linear has no MoE blocks with experts as transformers has them",
-    "no ep": r"mesh has dimensions \('dp',\); its last must be named \"ep\"",
-    "a batch for two": 'mesh has a dimension "tp", whose ranks do not have batches of their own',
-    "a norm": "OlmoeExperts has post_expert_norm.weight beside its projections and biases",
-    "a generator": "TypeError: model is a generator; give the torch.nn.Module itself",
-    "swapped": "TypeError: strategy is a DeviceMesh; give a ms.Strategy",
-    "a group": "TypeError: mesh is a ProcessGroup; give a DeviceMesh, or None for one group of all ranks",
-    "too small": "mesh has 1 ranks, and there are 2; its sizes must multiply to all of them",
+def with_a_norm() -> Any:
+    model = drawn("olmoe")
+    model.model.layers[1].mlp.experts.post_expert_norm = nn.RMSNorm(48)
+    return model
+
+
+# What each is given, and words of the error.
+REFUSED: dict[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
+    "no experts": (lambda: (nn.Linear(3, 3), LENT), "Linear has no MoE blocks with experts as transformers has them"),
+    "no ep": (lambda: (drawn("olmoe"), LENT, mesh((2,), "dp")), r"dimensions \('dp',\); its last must be named \"ep\""),
+    "a batch for two": (lambda: (drawn("olmoe"), LENT, mesh((2, 1), "tp", "ep")), 'mesh has a dimension "tp", whose'),
+    "a norm": (lambda: (with_a_norm(), LENT), "OlmoeExperts has post_expert_norm.weight beside its projections and b"),
+    "too small": (lambda: (drawn("olmoe"), LENT, mesh((2, 1), "dp", "ep")["ep"]), "mesh has 1 ranks, and there are 2"),
+    "a generator": (
+        lambda: (drawn("olmoe").parameters(), LENT),
+        "TypeError: model is a generator; give the torch.nn.M",
+    ),
+    "swapped": (lambda: (drawn("olmoe"), mesh((2,), "ep"), LENT), "TypeError: strategy is a DeviceMesh; give a ms.Str"),
+    "a group": (lambda: (drawn("olmoe"), LENT, dist.group.WORLD), "TypeError: mesh is a ProcessGroup; give a DeviceM"),
 }
 
 
-def refusals(kinds: list[str]) -> list[str]:
-    return [refusal(parallelized, kind) for kind in kinds]
+def refusals() -> list[str]:
+    return [refusal(ms.parallelize, *given()) for given, _ in REFUSED.values()]
 
 
 def test_what_does_not_fit_is_refused(ranks: LocalRanks) -> None:
-    of_ranks = ranks.run(refusals, [*REFUSED], num_ranks=2)
-    for (kind, message), *errors in zip(REFUSED.items(), *of_ranks, strict=True):
-        assert any(re.search(message, error) for error in errors), (kind, errors)
+    of_ranks = ranks.run(refusals, num_ranks=2)
+    for (_, message), *errors in zip(REFUSED.values(), *of_ranks, strict=True):
+        assert any(re.search(message, error) for error in errors), errors

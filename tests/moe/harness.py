@@ -122,6 +122,17 @@ def assert_same_bits(results: list[dict[str, Any]], what: str) -> None:
         torch.testing.assert_close(other, first, rtol=0, atol=0, msg=where.__add__)
 
 
+def small_model() -> Any:
+    """A model of transformers, in training."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    attention = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "intermediate_size": 48}
+    config = Qwen3MoeConfig(vocab_size=64, hidden_size=32, use_cache=False, **attention, **experts)
+    return Qwen3MoeForCausalLM(config).train()
+
+
 class Stack(nn.Module):
     """A few MoE layers with residuals and linear maps between: enough of a model to have an order and a first layer."""
 

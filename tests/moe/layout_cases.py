@@ -15,10 +15,10 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
+from harness import whole
 from layout_mutants import mutated
 from shuffling_planner import ShufflingPlanner
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import moesys as ms
@@ -202,12 +202,12 @@ def train(case: LayoutCase, variant: Variant) -> dict[str, Any]:
                 y_TH = y_TH + layer(y_TH)
         y_TH.backward(dy_TH[mine])
         ms.sync_gradients(layers)
-        found |= {f"gradient {step} {name}": digest(_whole(p.grad)) for name, p in layers.named_parameters()}
+        found |= {f"gradient {step} {name}": digest(whole(p.grad)) for name, p in layers.named_parameters()}
         found[f"norm {step}"] = ms.clip_grad_norm_(layers, 1.0).item()
         optimizer.step()
         optimizer.zero_grad()
         found |= {f"y {step}": list(_by_block(y_TH)), f"dx {step}": list(_by_block(x_TH.grad))}
-    found |= {f"parameter {name}": digest(_whole(p)) for name, p in layers.named_parameters()}
+    found |= {f"parameter {name}": digest(whole(p)) for name, p in layers.named_parameters()}
     if runtime is not None:
         runtime.close()
     return found
@@ -220,7 +220,3 @@ def _by_block(rows: Tensor) -> Iterator[str]:
 
 def digest(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

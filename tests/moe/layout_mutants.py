@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -13,12 +13,9 @@ from torch import Tensor
 
 from moesys.balance import row_blocks
 from moesys.kernels.cpu import row_invariant_gemm
-from moesys.kernels.experts import experts
-from moesys.kernels.experts.weight_gradient import RowBlocks, weight_gradient
-from moesys.layout import TokenPlan
 from moesys.moe import gradients, token_blocks
 from moesys.moe.store import ExpertStore
-from moesys.overlap import experts_cpu, experts_triton, mega_executor
+from moesys.overlap import experts_cpu
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.exact_sum import BlockSums
 
@@ -53,27 +50,6 @@ def _float_all_reduce(channel: Channel, values: Tensor, *, lane: str) -> Tensor:
     return all_reduce(channel, values.float(), lane=lane).double()
 
 
-def _one_product(*given: Any, **of_tokens: Any) -> Tensor:
-    if of_tokens:
-        return weight_gradient(*given, **of_tokens)
-    *sides, out_GLR, _ = given
-    return out_GLR.copy_(weight_gradient(*sides))
-
-
-def _other_blocks(*given: Any) -> list[RowBlocks]:
-    return [blocks._replace(rows=blocks.rows // 2 + 3) for blocks in agreed_blocks(*given)]
-
-
-def _by_rank(plan: TokenPlan, device: torch.device) -> Tensor:
-    tokens_RP = mega_executor.tokens_by_replica(plan, device)
-    return tokens_RP.cumsum(1) - tokens_RP
-
-
-def _one_product_of_tokens(dy_TB: Tensor, x_TA: Tensor, num_tokens: int, grid: Tensor) -> Tensor:
-    return token_gradient(dy_TB, x_TA, max(num_tokens, len(x_TA)), grid)
-
-
-agreed_blocks, token_gradient = experts_triton.agreed_blocks, experts_triton.token_gradient
 agree, new_gradients, all_reduce = BlockSums.agree, ExpertStore.new_gradients, Channel.all_reduce
 
 # A mutant: what takes whose place.
@@ -92,26 +68,9 @@ MUTANTS: dict[str, tuple[object, str, Callable[..., Any]]] = {
 }
 by_blocks = row_blocks.by_blocks
 
-# Of kernels alone: all that takes others' places.
-KERNEL_MUTANTS: dict[str, list[tuple[object, str, Callable[..., Any]]]] = {
-    "all rows of a slot in one float32 sum": [
-        (module, "weight_gradient", _one_product) for module in (experts, experts_triton)
-    ],
-    "blocks are cut elsewhere": [(experts_triton, "agreed_blocks", _other_blocks)],
-    "MegaKernels send stretches by rank": [(mega_executor, "lists_by_replica", _by_rank)],
-    "all tokens of a rank in one float32 sum": [(experts_triton, "token_gradient", _one_product_of_tokens)],
-}
-# Of all homes.
-COMMON_MUTANTS = (
-    *("a grid by this rank's rows", "a grid by this rank's largest", "splits cut blocks"),
-    *("gradients travel in float32", "ranks' tokens are added in float32", "a norm in float32"),
-)
-
 
 @contextmanager
 def mutated(name: str) -> Iterator[None]:
     """``""``: as it is."""
-    with ExitStack() as stack:
-        for change in KERNEL_MUTANTS.get(name, [MUTANTS[name]] if name in MUTANTS else []):
-            stack.enter_context(patch.object(*change))
+    with patch.object(*MUTANTS[name]) if name else nullcontext():
         yield

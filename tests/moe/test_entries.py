@@ -54,11 +54,7 @@ WRONG: dict[str, tuple[tuple[Any, Any, Any], type[Exception], str]] = {
     "x on no device": ((X.to("meta"), IDS, WEIGHTS), TypeError, "x_TH has no values"),
     "sparse x": ((X.to_sparse(), IDS, WEIGHTS), TypeError, "x_TH is a sparse tensor"),
     "a list": ((X.tolist(), IDS, WEIGHTS), TypeError, "x_TH is a list; give this rank's own part as a dense"),
-    "an id of -1": (
-        (X, IDS.clone().fill_(-1), WEIGHTS),
-        ValueError,
-        "the id -1, and the 4 experts of layer 0 have ids",
-    ),
+    "an id of -1": ((X, IDS.clone().fill_(-1), WEIGHTS), ValueError, "the id -1, and the 4 experts of layer 0 have"),
     "an id of E": ((X, IDS.clone().fill_(4), WEIGHTS), ValueError, "expert_TK of rank 0 has the id 4"),
     "an id beyond 32 bits": ((X, IDS + 2**40, WEIGHTS), ValueError, "has the id 1099511627"),
 }

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import assert_equal, on_ranks
 from test_mismatch import EP, SHAPE, refused, tokens
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -35,7 +36,8 @@ def differ(call: Callable[[nn.Module], object], model: nn.Module, name: str = "h
     refused(partial(call, model), f"ranks 0 and 1 differ in {name}, which every rank should have alike")
 
 
-def other_values() -> None:
+@on_ranks(2)
+def test_values_that_differ_are_noticed_in_the_first_call() -> None:
     rank = dist.get_rank()
     for call in (ms.sync_gradients, ms.link):
         differ(call, beside_experts(rank))
@@ -69,11 +71,8 @@ def other_values() -> None:
     differ(ms.sync_gradients, model, "late.weight")
 
 
-def test_values_that_differ_are_noticed_in_the_first_call(ranks: LocalRanks) -> None:
-    ranks.run(other_values, num_ranks=2)
-
-
-def equal_values() -> list[str]:
+@on_ranks(2)
+def test_values_that_are_equal_or_sharded_pass() -> None:
     """Calls that must pass: shards that differ by right, and values that change after the first call."""
     model = beside_experts(0)
     for _ in range(3):
@@ -91,20 +90,20 @@ def equal_values() -> list[str]:
     model["late"] = nn.Linear(2, 3, bias=False, device="meta" if dist.get_rank() else "cpu")
     ms.link(model).close()
     ms.link(model).close()
-    return [name for name, each in model.named_parameters() if each.grad is None]
-
-
-def test_values_that_are_equal_or_sharded_pass(ranks: LocalRanks) -> None:
     beside = ["wrapped._fsdp_wrapped_module.weight", "wrapped._fsdp_wrapped_module.bias", "part.weight", "late.weight"]
-    assert ranks.run(equal_values, num_ranks=2) == [["head.weight", "head.bias", *beside]] * 2
+    assert [name for name, each in model.named_parameters() if each.grad is None] == [
+        "head.weight",
+        "head.bias",
+        *beside,
+    ]
 
 
 # The dtypes of parameters and of what is kept beside them.
 KEPT = (torch.float64, torch.complex64, torch.complex128, torch.int64, torch.int32, torch.bfloat16, torch.bool)
 
 
-def values_behind_comparisons() -> list[bool]:
-    """Returns for each tensor whether the comparisons of its values have left it as it was."""
+@on_ranks(2)
+def test_a_comparison_of_values_changes_none() -> None:
     model = beside_experts(0)
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(5, 3, generator=generator).mul(9).to(dtype) for dtype in KEPT]
@@ -119,13 +118,8 @@ def values_behind_comparisons() -> list[bool]:
     ms.update_router_bias(model, rate=0)
     whole = [each.full_tensor() if isinstance(each, DTensor) else each.to_dense() for each in before]
     now = [each.full_tensor() if isinstance(each, DTensor) else each.to_dense() for each in tensors]
-    return [torch.equal(one, other) for one, other in zip(whole, now, strict=True)]
-
-
-def test_a_comparison_of_values_changes_none(ranks: LocalRanks) -> None:
-    for kept in ranks.run(values_behind_comparisons, num_ranks=2):
-        assert len(kept) > len(KEPT)
-        assert all(kept)
+    assert len(now) > len(KEPT)
+    assert_equal(now, whole)
 
 
 def forgotten(synchronised: bool) -> list[str]:

@@ -18,11 +18,7 @@ from moesys.lab.ranks.pool import LocalRanks
 E, K, L, S = 8, 2, 2, 4
 SHAPE = ms.ModelShape(hidden_size=16, intermediate_size=8, num_experts=E, top_k=K)
 FORESEEING = ms.Strategy(
-    name="oracle",
-    sharding=ms.Fsep(slots_per_rank=3),
-    balance=ms.Eplb(),
-    split=ms.FlowSplit(),
-    predictor=ms.Oracle(),
+    name="oracle", sharding=ms.Fsep(slots_per_rank=3), balance=ms.Eplb(), split=ms.FlowSplit(), predictor=ms.Oracle()
 )
 CLUSTER = ms.ClusterSpec(ranks_per_node=4)
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import refusal
+from conftest import assert_equal, refusal
+from harness import small_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
@@ -21,7 +22,7 @@ from moesys.moe.masters import local_part
 SHAPE = ms.ModelShape(hidden_size=16, intermediate_size=8, num_experts=6, top_k=2, n_shared_experts=1, dtype="float16")
 EP = ms.Strategy(name="ep")
 FSEP = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=3))
-SCALE = 64.0
+SCALE, BOTH = 64.0, (EP, FSEP)
 OPTIMIZERS = {
     "one group": (1, {"foreach": False}),
     "two groups": (2, {}),
@@ -64,33 +65,32 @@ def bits(model: nn.Module) -> list[bytes]:
     return [local_part(each.detach()).numpy().tobytes() for each in model.parameters()]
 
 
-@pytest.mark.parametrize("clipped", [False, True], ids=["", "clipped"])
-@pytest.mark.parametrize("how", OPTIMIZERS)
-@pytest.mark.parametrize("strategy", [pytest.param(EP, marks=pytest.mark.slow), FSEP], ids=["ep", "fsep"])
-def test_a_step_is_scaled(ranks: LocalRanks, strategy: ms.Strategy, how: str, clipped: bool) -> None:
-    results = ranks.run(step, strategy, how, None, clipped)
-    assert [(each["changed"], each["scale"], each["unscaled"]) for each in results] == [(True, SCALE, True)] * 4
-    for result in results[1:]:
-        assert all(map(torch.equal, result["others"], results[0]["others"]))
+Case = tuple[ms.Strategy, str, str | None, bool]
 
 
-@pytest.mark.parametrize(
-    ("infinite", "how"), [*(("experts", how) for how in OPTIMIZERS), ("others", next(iter(OPTIMIZERS)))]
-)
-@pytest.mark.parametrize("strategy", [EP, FSEP], ids=lambda each: each.name)
-def test_all_ranks_leave_out_a_step_that_is_infinite_on_one(
-    ranks: LocalRanks, strategy: ms.Strategy, infinite: str, how: str
-) -> None:
-    results = ranks.run(step, strategy, how, infinite, False)
-    assert [(each["changed"], each["scale"]) for each in results] == [(False, SCALE / 2)] * 4
+def steps(cases: list[Case]) -> list[dict[str, Any]]:
+    return [step(*case) for case in cases]
+
+
+def test_steps_are_scaled(ranks: LocalRanks) -> None:
+    """With every optimizer, clipped or not."""
+    cases = [(strategy, how, None, clipped) for how, strategy, clipped in product(OPTIMIZERS, BOTH, (False, True))]
+    for results in zip(*ranks.run(steps, cases), strict=True):
+        assert [(each["changed"], each["scale"], each["unscaled"]) for each in results] == [(True, SCALE, True)] * 4
+        for result in results[1:]:
+            assert_equal(result["others"], results[0]["others"])
+
+
+def test_all_ranks_leave_out_a_step_that_is_infinite_on_one(ranks: LocalRanks) -> None:
+    places = [*(("experts", how) for how in OPTIMIZERS), ("others", next(iter(OPTIMIZERS)))]
+    cases = [(strategy, how, infinite, False) for strategy, (infinite, how) in product(BOTH, places)]
+    for results in zip(*ranks.run(steps, cases), strict=True):
+        assert [(each["changed"], each["scale"]) for each in results] == [(False, SCALE / 2)] * 4
 
 
 def step_of_model(sizes: tuple[int, int], infinite: str | None) -> tuple[bool, float]:
     """Returns whether a step changes a parallelized model (``DTensor``s on two meshes), and the scale."""
-    torch.manual_seed(0)
-    attention = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "intermediate_size": 48}
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=64, hidden_size=32, **attention, **experts)).train()
+    model = small_model()
     runtime = ms.parallelize(model, EP, init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "ep")))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)

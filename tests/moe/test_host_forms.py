@@ -6,7 +6,7 @@ H hidden, F expert width, E experts, R ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -15,12 +15,9 @@ import torch.distributed as dist
 from conftest import assert_equal
 from shuffling_planner import ShufflingPlanner
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
-from moesys.moe.masters import local_part
 from moesys.moe.outside import OutsideExperts, Parts
 
 H, F, E, K = 24, 16, 6, 2
@@ -44,23 +41,12 @@ class Form:
     Fsep cuts an expert's tensor, 0 where it is not named, None if each rank has it whole.
     """
 
-    shapes: dict[str, tuple[int, ...]]
     expert: Callable[..., Tensor]
     read: Callable[[Kept], Parts]
-    cut: dict[str, int | None]
-    options: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]
+    cut: dict[str, int | None] = field(default_factory=dict)
     listed: bool = False
-
-
-def form(
-    expert: Callable[..., Tensor],
-    read: Callable[[Kept], Parts],
-    shapes: dict[str, tuple[int, ...]],
-    cut: dict[str, int | None] | None = None,
-    listed: bool = False,
-    **options: Any,
-) -> Form:
-    return Form(shapes, expert, read, cut or {}, options, listed)
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 silu = nn.functional.silu
@@ -101,63 +87,52 @@ def swiglu_shapes(*names: str) -> dict[str, tuple[int, ...]]:
     return dict(zip(names, ((F, H), (H, F), (F, H)), strict=True))
 
 
+ON_ACTIVATIONS = {"weights_on": "activations"}
 FORMS = {
-    "torchtitan and AutoEP": form(
+    "torchtitan and AutoEP": Form(
         torchtitan, lambda of: {"gate": of["w1"], "up": of["w3"], "down": of["w2"]}, swiglu_shapes("w1", "w2", "w3")
     ),
-    "AutoModel": form(
+    "AutoModel": Form(
         automodel,
         lambda of: {"gate_up": of["gate_and_up"], "down": of["down"]},
         {"gate_and_up": (H, 2 * F), "down": (F, H)},
-        transposed=True,
-        weights_on="activations",
+        options={"transposed": True, **ON_ACTIVATIONS},
     ),
-    "Megatron, one tensor per expert, biases": form(
+    "Megatron, one tensor per expert, biases": Form(
         te_grouped,
-        lambda of: {
-            "gate_up": of["fc1"],
-            "down": of["fc2"],
-            "gate_up_bias": of["bias1"],
-            "down_bias": of["bias2"],
-        },
+        lambda of: dict(zip(WITH_BIASES, (of["fc1"], of["fc2"], of["bias1"], of["bias2"]), strict=True)),
         {"fc1": (2 * F, H), "fc2": (H, F), "bias1": (2 * F,), "bias2": (H,)},
         cut={"fc1": 1},
         listed=True,
-        weights_on="activations",
+        options=ON_ACTIVATIONS,
     ),
-    "Megatron without a gate": form(
+    "Megatron without a gate": Form(
         squared_relu,
         lambda of: {"up": of["fc1"], "down": of["fc2"]},
         {"fc1": (F, H), "fc2": (H, F)},
         listed=True,
-        activation=lambda h: torch.relu(h).square(),
-        weights_on="activations",
+        options={"activation": lambda h: torch.relu(h).square(), **ON_ACTIVATIONS},
     ),
-    "three matrices [in, out]": form(
+    "three matrices [in, out]": Form(
         lambda x, weight, w1, w2, w3: torchtitan(x, weight, w1.T, w2.T, w3.T),
         lambda of: {"gate": of["w1"].mT, "up": of["w3"].mT, "down": of["w2"].mT},
         {"w1": (H, F), "w2": (F, H), "w3": (H, F)},
         cut=dict.fromkeys(("w1", "w2", "w3"), 1),
     ),
-    "gpt-oss": form(
+    "gpt-oss": Form(
         gpt_oss,
-        lambda of: {
-            "gate_up": of["mlp1"],
-            "gate_up_bias": of["bias1"],
-            "down": of["mlp2"],
-            "down_bias": of["bias2"],
-        },
+        lambda of: dict(zip(WITH_BIASES, (of["mlp1"], of["mlp2"], of["bias1"], of["bias2"]), strict=True)),
         {"mlp1": (H, 2 * F), "bias1": (2 * F,), "mlp2": (F, H), "bias2": (H,)},
-        transposed=True,
-        activation=clamped,
+        options={"transposed": True, "activation": clamped},
     ),
-    "LoRA on gate": form(
+    "LoRA on gate": Form(
         lora,
         lambda of: {"gate": of["w1"] + SCALING * of["b"] @ of["a"], "up": of["w3"], "down": of["w2"]},
         swiglu_shapes("w1", "w2", "w3") | {"a": (3, H), "b": (F, 3)},
         cut={"a": None},
     ),
 }
+WITH_BIASES = ("gate_up", "down", "gate_up_bias", "down_bias")
 
 
 def drawn(kept: Form) -> dict[str, Tensor]:
@@ -183,14 +158,8 @@ def here(kept: Form, name: str, whole: Tensor, strategy: ms.Strategy, rank: int,
     return whole if dim is None else whole.chunk(num_ranks, dim=1 + dim)[rank]
 
 
-def as_kept(
-    kept: Form, tensors: dict[str, Tensor], strategy: ms.Strategy, rank: int, num_ranks: int, mesh: Any = None
-) -> Kept:
-    """This rank's leaves. ``mesh``: of the ranks over which they are sharded as DTensors, if they are."""
-    if mesh is not None:
-        dim = 0 if isinstance(strategy.sharding, ms.Ep) else 1
-        whole = {name: of.float() for name, of in tensors.items()}
-        return {name: nn.Parameter(distribute_tensor(of, mesh, [Shard(dim)])) for name, of in whole.items()}
+def as_kept(kept: Form, tensors: dict[str, Tensor], strategy: ms.Strategy, rank: int, num_ranks: int) -> Kept:
+    """This rank's leaves."""
     parts = {name: here(kept, name, of, strategy, rank, num_ranks).float().clone() for name, of in tensors.items()}
     if not kept.listed:
         return {name: nn.Parameter(part.contiguous()) for name, part in parts.items()}
@@ -199,19 +168,18 @@ def as_kept(
 
 def gradients(leaves: Kept) -> dict[str, Tensor]:
     return {
-        name: torch.stack([each.grad for each in leaf]) if isinstance(leaf, list) else local_part(leaf.grad)
+        name: torch.stack([each.grad for each in leaf]) if isinstance(leaf, list) else leaf.grad
         for name, leaf in leaves.items()
     }
 
 
-def run(name: str, strategy: ms.Strategy, distributed: bool = False) -> dict[str, Tensor]:
+def run(name: str, strategy: ms.Strategy) -> dict[str, Tensor]:
     """Outputs and all gradients of this rank."""
     kept, alone = FORMS[name], not dist.is_initialized()
     rank, R = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
-    mesh = init_device_mesh("cpu", (R,), mesh_dim_names=("ep",)) if distributed else None
-    leaves = as_kept(kept, drawn(kept), strategy, rank, R, mesh)
+    leaves = as_kept(kept, drawn(kept), strategy, rank, R)
     outside = OutsideExperts(lambda: kept.read(leaves), **kept.options)
-    experts = ms.Experts(SHAPE, strategy, mesh, outside=outside)
+    experts = ms.Experts(SHAPE, strategy, outside=outside)
     if strategy.balance == ms.Greedy():
         experts.schedule.source = ShufflingPlanner()
     found: dict[str, Tensor] = {}
@@ -245,10 +213,8 @@ def expected(name: str, rank: int, num_ranks: int, strategy: ms.Strategy) -> dic
     return found | {each: here(kept, each, of.grad, strategy, rank, num_ranks) for each, of in tensors.items()}
 
 
-def all_of(name: str, strategies: Sequence[ms.Strategy], distributed: bool = False) -> list[list[dict[str, Tensor]]]:
-    return [
-        [run(name, strategy.replace(overlap=overlap), distributed) for overlap in OVERLAPS] for strategy in strategies
-    ]
+def all_of(name: str, strategies: Sequence[ms.Strategy]) -> list[list[dict[str, Tensor]]]:
+    return [[run(name, strategy.replace(overlap=overlap)) for overlap in OVERLAPS] for strategy in strategies]
 
 
 def assert_right(name: str, by_rank: list[Any], strategies: Sequence[ms.Strategy]) -> None:
@@ -278,67 +244,3 @@ def test_one_rank_computes_what_the_library_defines(name: str) -> None:
 def test_two_ranks_compute_what_the_library_defines(ranks: LocalRanks, name: str) -> None:
     strategies = EP, LENT, FSEP
     assert_right(name, ranks.run(all_of, name, strategies, num_ranks=2, timeout_s=120), strategies)
-
-
-def test_three_parts_may_be_dtensors(ranks: LocalRanks) -> None:
-    name, strategies = "torchtitan and AutoEP", (EP, LENT, FSEP)
-    assert_right(name, ranks.run(all_of, name, strategies, True, num_ranks=2, timeout_s=120), strategies)
-
-
-# --- gradients that are kept elsewhere ----------------------------------------------------------------------------
-
-
-def main_gradients(strategy: ms.Strategy, late: bool) -> tuple[list[Tensor], int]:
-    """What Megatron adds up beside parameters, in float32, by its hook or when gradients come late; how many did."""
-    kept = FORMS["Megatron, one tensor per expert, biases"]
-    leaves = [as_kept(kept, drawn(kept), strategy, dist.get_rank(), dist.get_world_size()) for _ in range(2)]
-    num_late = 0
-
-    def hook(leaf: nn.Parameter) -> None:
-        # It is called where a gradient comes late too.
-        if leaf.grad is not None:
-            leaf.main_grad += leaf.grad.float()
-            leaf.grad = None
-
-    def held(of_layer: Kept) -> OutsideExperts:
-        def add(gradients: Parts) -> None:
-            nonlocal num_late
-            num_late += 1
-            for name, kept_part in kept.read(of_layer).items():
-                for leaf, gradient in zip(kept_part, gradients[name], strict=True):
-                    leaf.main_grad += gradient
-
-        return OutsideExperts(lambda: kept.read(of_layer), add_gradients=add)
-
-    parameters = [leaf for of_layer in leaves for listed in of_layer.values() for leaf in listed]
-    for leaf in parameters:
-        leaf.main_grad = torch.zeros_like(leaf)
-        leaf.register_post_accumulate_grad_hook(hook)
-    strategy = strategy.replace(sharding=strategy.sharding.replace(prefetch_layers=int(late), delay_reshard=late))
-    layers = nn.ModuleList(
-        ms.Experts(SHAPE, strategy, layer_index=index, outside=held(of_layer)) for index, of_layer in enumerate(leaves)
-    )
-    runtime = ms.link(layers)
-    for number in range(2):
-        x_TH, expert_TK, weight_TK, dy_TH = batch(number, dist.get_rank(), dist.get_world_size())
-        for layer in layers:
-            x_TH = x_TH + layer(x_TH, expert_TK, weight_TK)
-        x_TH.backward(dy_TH)
-    runtime.close()
-    return [leaf.main_grad.detach() for leaf in parameters], num_late
-
-
-def both_main_gradients(strategy: ms.Strategy) -> list[tuple[list[Tensor], int]]:
-    return [main_gradients(strategy, late) for late in (False, True)]
-
-
-@pytest.mark.parametrize("strategy", [FSEP, LENT], ids=lambda strategy: strategy.name)
-def test_gradients_are_added_where_megatron_keeps_them(ranks: LocalRanks, strategy: ms.Strategy) -> None:
-    # Greedy plans other layouts where experts travel ahead, and so other sums over replicas.
-    results = ranks.run(both_main_gradients, strategy.replace(balance=ms.Eplb()), num_ranks=2, timeout_s=120)
-    for (at_once, none_late), (late, num_late) in results:
-        assert none_late == 0
-        assert num_late > 0
-        for one, other in zip(at_once, late, strict=True):
-            assert one.any()
-            assert torch.equal(one, other)

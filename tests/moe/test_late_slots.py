@@ -15,20 +15,17 @@ from moesys.timeline import Timeline
 SHAPE = ms.ModelShape(hidden_size=24, intermediate_size=16, num_experts=6, top_k=2)
 # Computing is dear beside bytes, so that fetching pays although there are few tokens.
 CLUSTER = ms.ClusterSpec(num_nodes=2, ranks_per_node=2, expert_tflops=1e-6)
-SPLIT = ms.FlowSplit()
-FSEP = ms.Strategy(
-    name="fsep", sharding=ms.Fsep(slots_per_rank=3), balance=ms.Greedy(), split=SPLIT, late_slots=1, lag=2
-)
+THREE = ms.Fsep(slots_per_rank=3)
+FSEP = ms.Strategy(name="fsep", sharding=THREE, balance=ms.Greedy(), split=ms.FlowSplit(), late_slots=1, lag=2)
 BEHIND = FSEP.replace(sharding=ms.Fsep(slots_per_rank=3, prefetch_layers=2, delay_reshard=True))
+QUOTAS: dict[str, Any] = {"split": ms.Quotas(), "late_slots": 0, "lag": 0}
 CHOOSING = {
     "fsep": FSEP,
     "hierarchical": FSEP.replace(sharding=ms.Fsep(slots_per_rank=3, restore="hierarchical")),
     "ep": FSEP.replace(sharding=ms.Ep(slots_per_rank=4), late_slots=2, balance=ms.Static()),
     "fsep, lag 0": FSEP.replace(late_slots=0, lag=0),
-    "moon_ep": FSEP.replace(
-        sharding=ms.Ep(slots_per_rank=4), balance=ms.MoonEp(), split=ms.Quotas(), late_slots=0, lag=0
-    ),
-    "llep": FSEP.replace(balance=ms.Llep(min_tokens=1), split=ms.Quotas(), late_slots=0, lag=0),
+    "moon_ep": FSEP.replace(sharding=ms.Ep(slots_per_rank=4), balance=ms.MoonEp(), **QUOTAS),
+    "llep": FSEP.replace(balance=ms.Llep(min_tokens=1), **QUOTAS),
     "ep, lag 0": FSEP.replace(sharding=ms.Ep(slots_per_rank=3), late_slots=0, lag=0, balance=ms.Eplb()),
 }
 OVERLAPS = (ms.Sequential(), ms.Pipelined(chunks=7))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from harness import plain_experts
 from layout_cases import differing
-from layout_mutants import COMMON_MUTANTS, KERNEL_MUTANTS, MUTANTS
+from layout_mutants import MUTANTS
 
 import moesys as ms
 from moesys.balance.layout_schedule import PlanEvent
@@ -25,10 +25,9 @@ SLICE = 50
 # Cases in which a mutant shows, if it does.
 TRIED = range(24)
 # Of kernels, in the interpreter, which is slow. Others, in slices: MOESYS_KERNEL_CASES=4:300.
-FIRST_ON_KERNELS, LAST_ON_KERNELS = map(
+FIRST_OF_KERNELS, LAST_OF_KERNELS = map(
     int, os.environ.get("MOESYS_KERNEL_CASES", "0:4" if SWEEP else "0:1").split(":")
 )
-TRIED_ON_KERNELS = range(60)
 
 
 @pytest.mark.timeout(3600)
@@ -48,14 +47,7 @@ def test_what_is_broken_shows(ranks: LocalRanks, mutant: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_no_bit_differs_on_kernels(ranks: LocalRanks) -> None:
-    assert not differing(ranks, range(FIRST_ON_KERNELS, LAST_ON_KERNELS), kernels=True)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("mutant", [*KERNEL_MUTANTS, *COMMON_MUTANTS])
-def test_what_is_broken_shows_on_kernels(ranks: LocalRanks, mutant: str) -> None:
-    assert any(differing(ranks, [seed], mutant, kernels=True) for seed in TRIED_ON_KERNELS)
+    assert not differing(ranks, range(FIRST_OF_KERNELS, LAST_OF_KERNELS), kernels=True)
 
 
 SHAPE = ms.ModelShape(hidden_size=16, intermediate_size=16, num_experts=4, top_k=2)
@@ -83,15 +75,6 @@ def test_tokens_that_are_no_blocks_are_refused_in_training_only(home: str) -> No
     y_TH = layer.eval()(torch.randn(33, 16))
     with pytest.raises(ValueError, match="token_block=32 does not divide the 33 tokens of rank 0"):
         y_TH.sum().backward()
-
-
-def test_what_cannot_be_invariant_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"in the kernel before; use MegaKernel\(overlap_weight_gradients=False\), or"):
-        INVARIANT.replace(overlap=ms.MegaKernel())
-    with pytest.raises(ValueError, match="but most_tokens=64 has devices split; use most_tokens=None, or"):
-        INVARIANT.replace(overlap=ms.MegaKernel(overlap_weight_gradients=False, most_tokens=64))
-    with pytest.raises(ValueError, match=r"combine='per_node' sums those of a node first; use combine='ordered'"):
-        INVARIANT.replace(overlap=ms.Sequential(node_dispatch="once", combine="per_node"))
 
 
 def test_a_plan_refuses_experts_without_kernels_on_a_gpu() -> None:
@@ -156,7 +139,7 @@ def test_gradients_are_those_of_ordered_sums(home: str) -> None:
         layer = ms.MoELayer(SHAPE.replace(n_shared_experts=1), INVARIANT.replace(reduction=reduction))
         if reduction.kind == "layout_invariant" and home == "kernels":
             layer.experts.expert_compute = TritonExperts()
-        layer(torch.randn(320, 16, generator=torch.Generator().manual_seed(0))).square().sum().backward()
+        layer(torch.randn(96, 16, generator=torch.Generator().manual_seed(0))).square().sum().backward()
         gradients.append({name: p.grad for name, p in layer.named_parameters()})
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-6)
 

@@ -17,9 +17,7 @@ from host_waits import host_waits_refused
 from torch import Tensor
 
 import moesys as ms
-from moesys.kernels.cpu.page_pool import PagePool
-from moesys.moe.masters import DTYPES, ExpertForm
-from moesys.moe.store import RestoredExperts
+from moesys.moe.masters import DTYPES
 from moesys.overlap.chunked import ChunkedExecutor
 from moesys.overlap.experts_triton import TritonExperts
 
@@ -191,34 +189,3 @@ def test_x_and_h_are_saved_for_backward() -> None:
         layer(x)
     H, I, rows = SHAPE.hidden_size, SHAPE.intermediate_size, 7 * SHAPE.top_k
     assert sorted(t.shape for t in kept if t.dtype == torch.bfloat16) == sorted([(7, H), (rows, 2 * I)])
-
-
-@pytest.mark.parametrize("strategy", [EP, LAER], ids=["ep", "fsep"])
-def test_masters_are_read_where_they_lie_or_cast_at_once(strategy: ms.Strategy) -> None:
-    for dtype in ("float32", "bfloat16"):
-        layer = ms.MoELayer(SHAPE.replace(dtype=dtype), strategy)
-        restored = layer.experts.store.start_restore(layer.experts.schedule.layout, getattr(torch, dtype), 1).finish()
-        gate_up, down = restored.stacked()[:2]
-        is_master = gate_up.untyped_storage().data_ptr() == layer.experts.masters.untyped_storage().data_ptr()
-        assert is_master == (dtype == "float32")
-        assert gate_up.untyped_storage().data_ptr() == down.untyped_storage().data_ptr()
-        state = layer.full_state_dict()
-        assert torch.equal(gate_up, state["experts.gate_up_proj"].to(gate_up.dtype))
-        assert torch.equal(down, state["experts.down_proj"].to(down.dtype))
-        restored.keeper = layer.experts.store.masters
-        kept, again = restored.stacked(), restored.stacked()
-        assert kept.gate_up.data_ptr() == again.gate_up.data_ptr()
-
-
-@pytest.mark.parametrize("num_lent", [0, 2], ids=["a rank without experts", "lent ones in 16 bits beside a master"])
-def test_experts_that_lie_apart_are_put_together(num_lent: int) -> None:
-    shape = SHAPE.replace(dtype="bfloat16")
-    master_P, *lent = torch.randn(1 + num_lent, shape.expert_parameters)
-    form = ExpertForm.of(shape)
-    parts = [form.weights(part_P) for part_P in [*(lent_P.bfloat16() for lent_P in lent), master_P] if lent]
-    restored = RestoredExperts(form, torch.bfloat16, PagePool(), torch.device("cpu"), parts)
-    stacked = restored.stacked()
-    assert stacked.gate_up.shape == (len(parts), 2 * shape.intermediate_size, shape.hidden_size)
-    for slot in range(len(restored)):
-        for together, apart in zip(stacked[:2], restored[slot][:2], strict=True):
-            assert torch.equal(together[slot], apart.bfloat16())

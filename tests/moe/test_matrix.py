@@ -86,13 +86,14 @@ def _fsep(slots: int, sharding: dict[str, Any] | None = None, **options: Any) ->
 
 
 MOVING: dict[str, Any] = {"balance": ms.Greedy(), "split": ms.FlowSplit()}
+THREE, KEPT = ms.Pipelined(chunks=3), {"reshard_after_forward": False}
 ONCE = {"node_dispatch": "once"}
 BY_NODE = {"node_dispatch": "once", "combine": "per_node"}
 INVARIANT = ms.LayoutInvariant(block_rows=16, token_block=BLOCK)
 # Of each, by the slots of a rank: one more than experts need.
 STRATEGIES: dict[str, Callable[[int], ms.Strategy]] = {
     "ep": lambda _: ms.Strategy(name="ep"),
-    "ep, in chunks": lambda _: ms.Strategy(name="ep", overlap=ms.Pipelined(chunks=3)),
+    "ep, in chunks": lambda _: ms.Strategy(name="ep", overlap=THREE),
     "ep, once a node": lambda _: ms.Strategy(name="ep", overlap=ms.Sequential(**ONCE)),
     "ep, sums of nodes": lambda _: ms.Strategy(name="ep", overlap=ms.Pipelined(chunks=2, **BY_NODE)),
     "ep, invariant": lambda _: ms.Strategy(name="ep", reduction=INVARIANT),
@@ -104,12 +105,8 @@ STRATEGIES: dict[str, Callable[[int], ms.Strategy]] = {
     "lent by quotas": lambda slots: _lent(2 * slots, lag=0, balance=ms.MoonEp(), split=ms.Quotas()),
     "lent, invariant": lambda slots: _lent(slots, balance=ms.Eplb(), split=ms.EvenSplit(), reduction=INVARIANT),
     "fsep": lambda slots: _fsep(slots),
-    "fsep, laer, in chunks": lambda slots: _fsep(
-        slots, balance=ms.Laer(), split=ms.EvenSplit(), overlap=ms.Pipelined(chunks=3)
-    ),
-    "fsep, kept": lambda slots: _fsep(
-        slots, {"reshard_after_forward": False}, balance=ms.Eplb(), split=ms.Proportional()
-    ),
+    "fsep, laer, in chunks": lambda slots: _fsep(slots, balance=ms.Laer(), split=ms.EvenSplit(), overlap=THREE),
+    "fsep, kept": lambda slots: _fsep(slots, KEPT, balance=ms.Eplb(), split=ms.Proportional()),
     "fsep by node, once a node": lambda slots: _fsep(
         slots, {"restore": "hierarchical", "reshard": "hierarchical"}, overlap=ms.Sequential(**ONCE)
     ),

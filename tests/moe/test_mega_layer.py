@@ -85,26 +85,17 @@ def outside(strategy: ms.Strategy, turned: bool) -> list[torch.Tensor]:
 
 
 def outside_both(strategy: ms.Strategy, turned: bool) -> list[list[torch.Tensor]]:
-    return [
-        outside(strategy.replace(overlap=overlap), turned) for overlap in (ms.Sequential(), POINT.replace(rows_cap=2.0))
-    ]
+    overlaps = ms.Sequential(), POINT.replace(rows_cap=2.0)
+    return [outside(strategy.replace(overlap=overlap), turned) for overlap in overlaps]
 
 
 LENT = FSEP.replace(name="lent", sharding=ms.Ep(slots_per_rank=4))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "turned"),
-    [
-        (FSEP, True),
-        *(
-            pytest.param(strategy, turned, marks=pytest.mark.slow)
-            for strategy, turned in product((ms.Strategy(name="ep"), LENT, FSEP), (False, True))
-            if (strategy, turned) != (FSEP, True)
-        ),
-    ],
-    ids=lambda each: each.name if isinstance(each, ms.Strategy) else ("turned" if each else "gate and up apart"),
-)
+SLOW = [pytest.param(*each, marks=pytest.mark.slow) for each in product((ms.Strategy(name="ep"), LENT), (False, True))]
+
+
+@pytest.mark.parametrize(("strategy", "turned"), [(FSEP, True), *SLOW])
 def test_parameters_of_other_libraries(ranks: LocalRanks, strategy: ms.Strategy, turned: bool) -> None:
     for sequential, mega in ranks.run(outside_both, strategy, turned, num_ranks=2, timeout_s=250):
         assert all(torch.equal(one, other) for one, other in zip(sequential, mega, strict=True))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -58,7 +59,10 @@ def refused(call: Callable[[], object], *words: str) -> str:
 # --- different calls ----------------------------------------------------------------------------------------
 
 
-def in_different_layers(strategy: ms.Strategy, linked: bool) -> None:
+@pytest.mark.parametrize("linked", [False, True], ids=["on their own", "linked"])
+@pytest.mark.parametrize("strategy", [EP, FSEP, INVARIANT], ids=lambda strategy: strategy.name)
+@on_ranks(3)
+def test_ranks_in_different_layers(strategy: ms.Strategy, linked: bool) -> None:
     model, rank = layers(strategy), dist.get_rank()
     if linked:
         ms.link(model)
@@ -74,13 +78,8 @@ def in_different_layers(strategy: ms.Strategy, linked: bool) -> None:
     model[0](tokens(rank)).sum().backward()
 
 
-@pytest.mark.parametrize("linked", [False, True], ids=["on their own", "linked"])
-@pytest.mark.parametrize("strategy", [EP, FSEP, INVARIANT], ids=lambda strategy: strategy.name)
-def test_ranks_in_different_layers(ranks: LocalRanks, strategy: ms.Strategy, linked: bool) -> None:
-    ranks.run(in_different_layers, strategy, linked, num_ranks=3)
-
-
-def in_evaluation_on_one() -> None:
+@on_ranks(2)
+def test_a_forward_in_evaluation_beside_one_in_training() -> None:
     """An extra pass on rank 0: in evaluation, without gradients, and with frozen experts."""
     model, rank = layers()[0], dist.get_rank()
     words = (
@@ -97,7 +96,8 @@ def in_evaluation_on_one() -> None:
     refused(lambda: model(tokens(rank)), frozen)
 
 
-def one_caught_an_error() -> None:
+@on_ranks(2)
+def test_a_pass_that_begins_anew_beside_one_that_goes_on() -> None:
     """Rank 1 fails between two layers, and begins the pass anew."""
     model, rank = layers(FSEP), dist.get_rank()
     ms.link(model)
@@ -106,17 +106,13 @@ def one_caught_an_error() -> None:
     refused(lambda: model[1](x) if rank == 0 else model[0](tokens(rank)), *words)
 
 
-def one_recomputes() -> None:
+@on_ranks(2)
+def test_a_recomputation_beside_a_forward() -> None:
     model, rank = layers(), dist.get_rank()
     x = tokens(rank).requires_grad_()
     y = checkpoint(lambda x: model[0](x) * 2.0, x, use_reentrant=False)
     words = "rank 0: recomputation of layer 5", "rank 1: forward of layer 7"
     refused(lambda: y.sum().backward() if rank == 0 else model[1](x), *words)
-
-
-@pytest.mark.parametrize("case", [in_evaluation_on_one, one_caught_an_error, one_recomputes])
-def test_a_forward_beside_another_kind(ranks: LocalRanks, case: Callable[[], None]) -> None:
-    ranks.run(case, num_ranks=2)
 
 
 def balanced_model() -> nn.ModuleList:
@@ -156,7 +152,8 @@ CALLS: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-def in_each_other_call() -> None:
+@on_ranks(2)
+def test_ranks_in_any_two_different_calls() -> None:
     """Rank 0 makes one call and rank 1 another, for each pair of calls."""
     model, rank = balanced_model(), dist.get_rank()
     for layer in model:
@@ -175,10 +172,6 @@ def in_each_other_call() -> None:
     model[0](tokens(rank)).sum().backward()
 
 
-def test_ranks_in_any_two_different_calls(ranks: LocalRanks) -> None:
-    ranks.run(in_each_other_call, num_ranks=2)
-
-
 # --- different declarations ---------------------------------------------------------------------------------
 
 CHANGES: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -193,14 +186,12 @@ CHANGES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "experts": ({"shape": SHAPE.replace(num_experts=700)}, ["ModelShape.num_experts=700"]),
     "dtype": ({"shape": SHAPE.replace(dtype="bfloat16")}, ["ModelShape.dtype='bfloat16'"]),
     "seed": ({"seed": 3}, ["seed=0", "seed=3"]),
-    "cluster": (
-        {"cluster": ms.ClusterSpec(num_nodes=2, ranks_per_node=1)},
-        ["cluster.num_nodes=1", "cluster.num_nodes=2"],
-    ),
+    "cluster": ({"cluster": ms.ClusterSpec(num_nodes=2, ranks_per_node=1)}, ["cluster.num_nodes=1", "num_nodes=2"]),
 }
 
 
-def declared_differently() -> None:
+@on_ranks(2)
+def test_each_declaration_that_differs_is_named() -> None:
     rank = dist.get_rank()
     for changes, words in CHANGES.values():
         given: dict[str, Any] = {"shape": SHAPE, "strategy": EP, "cluster": ms.ClusterSpec(ranks_per_node=2)}
@@ -209,7 +200,8 @@ def declared_differently() -> None:
         refused(partial(layer, tokens(rank)), "ranks declare layer 0 differently: rank 0: ", *words)
 
 
-def linked_differently() -> None:
+@on_ranks(2)
+def test_links_that_differ_are_named() -> None:
     rank = dist.get_rank()
     refused(lambda: ms.link(layers()[: 2 - rank]), "ranks 0 and 1 link models that differ in layer 7.")
     refused(lambda: ms.link(layers(FSEP if rank else EP)), "ranks 0 and 1 link models that differ in layer 5.")
@@ -220,22 +212,14 @@ def linked_differently() -> None:
 FORMS: dict[str, tuple[dict[str, Any], str]] = {
     "parts": ({"parts": ("gate", "up", "down")}, "outside.parts.gate_up=[16, 16]"),
     "transposed": ({"transposed": True}, "outside.transposed=False; rank 1: "),
-    "activation": (
-        {"activation": functional.gelu},
-        "outside.activation=None; rank 1: outside.activation='gelu'",
-    ),
-    "activation.limit": (
-        {"activation": partial(clamped, limit=2.0)},
-        "outside.activation=\"clamped {'limit': 1.0}\"; rank 1: ",
-    ),
-    "weights_on": (
-        {"weights_on": "activations"},
-        "outside.weights_on='outputs'; rank 1: outside.weights_on='activations'",
-    ),
+    "activation": ({"activation": functional.gelu}, "activation=None; rank 1: outside.activation='gelu'"),
+    "activation.limit": ({"activation": partial(clamped, limit=2.0)}, "activation=\"clamped {'limit': 1.0}\"; rank 1"),
+    "weights_on": ({"weights_on": "activations"}, "weights_on='outputs'; rank 1: outside.weights_on='activations'"),
 }
 
 
-def kept_in_other_forms() -> None:
+@on_ranks(2)
+def test_each_form_that_differs_is_named() -> None:
     """All forms have equally many elements, so that they could travel."""
     H, I = SHAPE.hidden_size, SHAPE.intermediate_size
     sizes = {"gate_up": (2 * I, H), "gate": (I, H), "up": (I, H), "down": (H, I)}
@@ -250,14 +234,9 @@ def kept_in_other_forms() -> None:
         refused(partial(experts, *inputs), "ranks declare layer 0 differently: rank 0: ", words)
 
 
-def named_differently() -> None:
-    """A strategy's name is no part of what it declares."""
+@on_ranks(2)
+def test_strategies_may_have_different_names() -> None:
     ms.MoELayer(SHAPE, EP.replace(name=f"of rank {dist.get_rank()}"))(tokens(0))
-
-
-@pytest.mark.parametrize("case", [declared_differently, linked_differently, kept_in_other_forms, named_differently])
-def test_each_declaration_that_differs_is_named(ranks: LocalRanks, case: Callable[[], None]) -> None:
-    ranks.run(case, num_ranks=2, timeout_s=60.0)
 
 
 # --- gradients ----------------------------------------------------------------------------------------------
@@ -297,7 +276,8 @@ def test_gradients_that_exist_on_some_ranks_only_are_summed(ranks: LocalRanks, w
     assert all(any(gradient) for gradient in first)
 
 
-def several_groups() -> None:
+@on_ranks(4)
+def test_a_model_with_several_groups_has_a_norm() -> None:
     """The norm of a model whose layers have groups of their own is that of a copy whose layers have one group."""
     norms = []
     rank = dist.get_rank()
@@ -316,11 +296,8 @@ def several_groups() -> None:
     assert norms[0] == pytest.approx(norms[1])
 
 
-def test_a_model_with_several_groups_has_a_norm(ranks: LocalRanks) -> None:
-    ranks.run(several_groups, num_ranks=4)
-
-
-def headers_on_another_device() -> None:
+@on_ranks(1)
+def test_headers_travel_on_the_device_of_the_experts() -> None:
     """Calls on a model whose experts are on a device from which no header can be read."""
     model = ms.MoELayer(SHAPE, EP).to("meta")
     with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
@@ -329,11 +306,8 @@ def headers_on_another_device() -> None:
     ms.link(model).close()
 
 
-def test_headers_travel_on_the_device_of_the_experts(ranks: LocalRanks) -> None:
-    ranks.run(headers_on_another_device, num_ranks=1)
-
-
-def other_parameters() -> None:
+@on_ranks(2)
+def test_parameters_that_differ_and_sparse_gradients_are_refused() -> None:
     rank = dist.get_rank()
     model = nn.ModuleDict({"moe": ms.MoELayer(SHAPE, EP), f"head_{rank}": nn.Linear(3, 2)})
     differing = "head_0.weight [2, 3] torch.float32, and head_1.weight [2, 3] torch.float32"
@@ -344,14 +318,12 @@ def other_parameters() -> None:
         ms.sync_gradients(model)
 
 
-def test_parameters_that_differ_and_sparse_gradients_are_refused(ranks: LocalRanks) -> None:
-    ranks.run(other_parameters, num_ranks=2)
-
-
 # --- layers of one index --------------------------------------------------------------------------------------------
 
 
-def twins(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["called before", "never called", "experts"])
+@on_ranks(2)
+def test_layers_of_one_index_are_told_apart(kind: str) -> None:
     """Two layers of one index, which rank 1 calls in the other order, after calls in one order or none."""
     first, second = (ms.MoELayer(SHAPE, EP) for _ in range(2))
     rank = dist.get_rank()
@@ -364,12 +336,8 @@ def twins(kind: str) -> None:
     refused(called, "of the layers with this layer_index, which each need their own")
 
 
-@pytest.mark.parametrize("kind", ["called before", "never called", "experts"])
-def test_layers_of_one_index_are_told_apart(ranks: LocalRanks, kind: str) -> None:
-    ranks.run(twins, kind, num_ranks=2)
-
-
-def one_left() -> None:
+@on_ranks(2)
+def test_layers_that_were_made_on_one_rank_alone_do_no_harm() -> None:
     """Rank 1 has made a layer that it dropped and one that it keeps, and all ranks make another."""
     group = dist.new_group([0, 1])
     kept = [ms.MoELayer(SHAPE, EP, group) for _ in range(2 * dist.get_rank())][1:]
@@ -377,10 +345,6 @@ def one_left() -> None:
     layer(tokens(0)).sum().backward()
     assert len(kept) == dist.get_rank()
     dist.destroy_process_group(group)
-
-
-def test_layers_that_were_made_on_one_rank_alone_do_no_harm(ranks: LocalRanks) -> None:
-    ranks.run(one_left, num_ranks=2)
 
 
 def test_a_recomputation_knows_layers_of_one_index_apart() -> None:
@@ -420,7 +384,9 @@ def test_a_layer_that_is_older_than_the_process_group(ranks: LocalRanks) -> None
     ranks.run(made_before_the_group, ms.MoELayer(SHAPE, EP), num_ranks=2)
 
 
-def left_messages(comes: bool) -> list[float]:
+@pytest.mark.parametrize("comes", [False, True], ids=["never sent", "sent too late"])
+@on_ranks(2)
+def test_a_message_that_was_given_up_meets_none_of_the_next_call(comes: bool) -> None:
     """Rank 0 drops messages, which rank 1 sends too late or never; then both make the next call."""
     rank = dist.get_rank()
     channel = Channel(dist.group.WORLD, [0, 0], Recorder(rank), Meter(), identity=Identity(3))
@@ -435,15 +401,11 @@ def left_messages(comes: bool) -> list[float]:
         old.all_to_all(nothing, torch.ones(100_000), [0, 0], [100_000, 0], lane="reshard")
     counts = [0, 1] if rank == 0 else [1, 0]
     new.all_to_all(received, number, counts, counts, lane="reshard").wait()
-    return received.tolist()
+    assert received.tolist() == [[11.0], [10.0]][rank]
 
 
-@pytest.mark.parametrize("comes", [False, True], ids=["never sent", "sent too late"])
-def test_a_message_that_was_given_up_meets_none_of_the_next_call(ranks: LocalRanks, comes: bool) -> None:
-    assert ranks.run(left_messages, comes, num_ranks=2) == [[11.0], [10.0]]
-
-
-def unlike_failures() -> list[bool]:
+@on_ranks(2, 90)
+def test_a_step_behind_a_backward_that_failed_has_the_bits_of_any_other() -> None:
     """A backward that fails on each rank at another point, between two messages; then a step as if nothing had been."""
     rank = dist.get_rank()
 
@@ -466,10 +428,9 @@ def unlike_failures() -> list[bool]:
     def fail(_: Tensor) -> None:
         raise ArithmeticError
 
-    same = []
     model = Net()
     ms.link(model)
-    for step in range(3):
+    for step in range(2):
         expected = Net()
         expected.load_state_dict(model.state_dict())
         ms.link(expected)
@@ -484,16 +445,12 @@ def unlike_failures() -> list[bool]:
         expected(tokens(rank)).sum().backward()
         model(tokens(rank)).sum().backward()
         pairs = zip(gradients(expected), gradients(model), strict=True)
-        same.append(all(torch.equal(one, other) for one, other in pairs))
+        assert all(torch.equal(one, other) for one, other in pairs)
         model.zero_grad()
-    return same
 
 
-def test_a_step_behind_a_backward_that_failed_has_the_bits_of_any_other(ranks: LocalRanks) -> None:
-    assert ranks.run(unlike_failures, num_ranks=2, timeout_s=90) == [[True] * 3] * 2
-
-
-def caught_on_a_device() -> list[float]:
+@on_ranks(2)
+def test_an_error_that_was_caught_does_not_come_again() -> None:
     """Gathers that no host waits for: one that fits no other, and another one behind it; then all ranks go on."""
     rank = dist.get_rank()
     channel = Channel(dist.group.WORLD, [0, 0], Recorder(rank), Meter())
@@ -501,14 +458,11 @@ def caught_on_a_device() -> list[float]:
         channel.all_gather(torch.zeros(1), lane="counts", at=Position("recomputation", number), read=False)
     with pytest.raises(ms.RankMismatchError, match=r"rank 0: recomputation \(generation 1\); rank 1: "):
         channel.all_gather(torch.zeros(1), lane="counts")
-    return channel.all_gather(torch.full((1,), 1.0 + rank), lane="counts").flatten().tolist()
+    assert channel.all_gather(torch.full((1,), 1.0 + rank), lane="counts").tolist() == [[1.0], [2.0]]
 
 
-def test_an_error_that_was_caught_does_not_come_again(ranks: LocalRanks) -> None:
-    assert ranks.run(caught_on_a_device, num_ranks=2) == [[1.0, 2.0]] * 2
-
-
-def silent_failure() -> None:
+@on_ranks(1)
+def test_an_error_without_words_has_its_kind() -> None:
     channel = Channel(dist.group.WORLD, [0], Recorder(0), Meter())
 
     def fail() -> None:
@@ -518,28 +472,20 @@ def silent_failure() -> None:
         channel.guard("a call", fail)
 
 
-def test_an_error_without_words_has_its_kind(ranks: LocalRanks) -> None:
-    ranks.run(silent_failure, num_ranks=1)
-
-
 # --- frames -------------------------------------------------------------------------------------------------
 
 
-def gathered(num_bytes: int) -> bool:
+@pytest.mark.parametrize("num_bytes", [0, 8, PAYLOAD_BYTES // 8 * 8, PAYLOAD_BYTES + 8, 3 * PAYLOAD_BYTES])
+@on_ranks(3)
+def test_payloads_come_whole(num_bytes: int) -> None:
     """Payloads of any length and dtype come whole, in one message or two."""
     rank, size = dist.get_rank(), dist.get_world_size()
     channel = Channel(dist.group.WORLD, [0] * size, Recorder(rank), Meter())
-    same = []
     for dtype in (torch.uint8, torch.int32, torch.float64):
         values = [torch.arange(num_bytes // 8).to(dtype) + each for each in range(size)]
-        same.append(torch.equal(channel.all_gather(values[rank], lane="counts"), torch.stack(values)))
+        assert torch.equal(channel.all_gather(values[rank], lane="counts"), torch.stack(values))
     lengths = [num_bytes * each for each in range(size)]
     found = channel.gather_bytes(bytes([rank]) * lengths[rank], Position(), torch.device("cpu"))
     with pytest.raises(ms.RankMismatchError, match=r"sent different sizes in values: rank 0: 8 bytes; rank"):
         channel.all_gather(torch.zeros(rank + 1, dtype=torch.int64), lane="counts")
-    return all(same) and found == [bytes([each]) * length for each, length in enumerate(lengths)]
-
-
-@pytest.mark.parametrize("num_bytes", [0, 8, PAYLOAD_BYTES // 8 * 8, PAYLOAD_BYTES + 8, 3 * PAYLOAD_BYTES])
-def test_payloads_come_whole(ranks: LocalRanks, num_bytes: int) -> None:
-    assert ranks.run(gathered, num_bytes, num_ranks=3) == [True] * 3
+    assert found == [bytes([each]) * length for each, length in enumerate(lengths)]

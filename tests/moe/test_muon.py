@@ -39,9 +39,7 @@ ADAMW = {"lr": 1e-3, "eps": 1e-3}
 DTYPES, BOUND = (torch.float32, torch.bfloat16), 1e-6
 
 
-def trained(
-    strategy: ms.Strategy, options: dict[str, Any], dtype: torch.dtype = torch.float32, steps: int = 10
-) -> tuple[float, float]:
+def trained(strategy: ms.Strategy, options: dict[str, Any], dtype: torch.dtype, steps: int) -> tuple[float, float]:
     """The largest error of a parameter after ``steps``, and how far the masters have gone."""
     model = Stack(SHAPE, strategy, num_layers=2)
     optimizer = ms.Muon(model, **options, adamw=ADAMW, ns_dtype=dtype)
@@ -61,9 +59,9 @@ def trained(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_one_process_does_what_torch_does_of_each_matrix(options: dict[str, Any], dtype: torch.dtype) -> None:
-    error, moved = trained(STRATEGIES["ep"], options, dtype)
+    error, moved = trained(STRATEGIES["ep"], options, dtype, STEPS)
     assert error < BOUND
-    assert moved > 0.1
+    assert moved > 0.01 * STEPS
 
 
 # Each dtype with every sharding and number of ranks; the sweep has all of three.
@@ -445,20 +443,11 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "steps": (_of(ns_steps=0), "ns_steps=0 must be an integer from 1 to 99"),
     "rule": (_of(adjust_lr_fn="rms"), "adjust_lr_fn='rms' must be None, 'original' or"),
     "dtype": (_of(ns_dtype=torch.float16), "ns_dtype=torch.float16 must be torch.float32"),
-    "vector": (
-        _of(lambda *_: True),
-        r"muon returned True for bias \[4\], which has 1 dimensions, and Muon trains matri",
-    ),
+    "vector": (_of(lambda *_: True), r"muon returned True for bias \[4\], which has 1 dimensions, and Muon trains"),
     "answer": (_of(lambda *_: 1), "muon returned 1 for weight; return True, False"),
     "no function": (_of(True), "muon is a bool; give a function of a parameter's"),
-    "unknown experts": (
-        _of_unknown_experts,
-        r"experts \[4, 4, 4\] has three dimensions, and is not of experts that ru",
-    ),
-    "added later": (
-        _with_a_group_more,
-        r"a parameter of shape \[3, 3\] was added to Muon, which does not know its mat",
-    ),
+    "unknown experts": (_of_unknown_experts, r"experts \[4, 4, 4\] has three dimensions, and is not of experts that"),
+    "added later": (_with_a_group_more, r"a parameter of shape \[3, 3\] was added to Muon, which does not know its"),
 }
 
 

@@ -18,10 +18,9 @@ from moesys.lab.ranks.pool import LocalRanks
 from moesys.row_traffic import row_traffic
 
 SWEEP = os.environ.get("MOESYS_SWEEP") == "1"
-FSEP = ms.Strategy(
-    name="fsep", sharding=ms.Fsep(slots_per_rank=(5, 3, 0, 4)), balance=ms.Greedy(), split=ms.FlowSplit()
-)
-STRATEGIES = [ms.Strategy(name="ep"), FSEP]
+EP = ms.Strategy(name="ep")
+FSEP = EP.replace(name="fsep", sharding=ms.Fsep(slots_per_rank=(5, 3, 0, 4)), balance=ms.Greedy(), split=ms.FlowSplit())
+STRATEGIES = [EP, FSEP]
 H = 24
 TOKENS = [[37, 5, 0, 18], [0, 23, 41, 9]]
 
@@ -45,9 +44,7 @@ ALL = [(name, dtype) for name in CLUSTERS for dtype in ("float32", "bfloat16")]
 @pytest.mark.parametrize(
     ("name", "dtype"), [*FEW, *(pytest.param(*each, marks=pytest.mark.slow) for each in ALL if each not in FEW)]
 )
-def test_rows_once_a_node_change_no_bit_and_sums_a_node_have_bits_of_their_own(
-    ranks: LocalRanks, name: str, dtype: str
-) -> None:
+def test_rows_once_a_node_change_no_bit_and_sums_have_their_own(ranks: LocalRanks, name: str, dtype: str) -> None:
     cases = []
     # Rows travel in the same ways whether or not experts move, so FSEP alone covers them.
     strategies = [FSEP] if (name, dtype) in FEW else STRATEGIES
@@ -83,26 +80,6 @@ def test_linked_layers_and_recomputation_change_no_bit(ranks: LocalRanks, combin
             assert_same_training(theirs, mine)
 
 
-# Chunks without nodes run on kernels always: test_ranks_route.py.
-@pytest.mark.slow
-def test_kernels_take_rows_as_they_arrive(ranks: LocalRanks) -> None:
-    """Experts on Triton's kernels, as on a GPU."""
-    overlaps = [ms.Sequential(), ms.Pipelined(chunks=2, node_dispatch="once")]
-    cases = [
-        Case(
-            shape(K=2),
-            FSEP.replace(overlap=overlap),
-            [[9, 0, 4, 6]],
-            cluster=CLUSTERS["nodes of 1 and 3"],
-            shuffle_layouts=True,
-            kernels=True,
-        )
-        for overlap in overlaps
-    ]
-    for rank, results in enumerate(ranks.run(run_cases, cases, timeout_s=240)):
-        assert_same_bits(results, f"rank {rank}")
-
-
 def summed_by_node(dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
     """(output, the same by hand): rows of each choice by themselves, then a node's sum in the order of k."""
     cluster, rank, K = CLUSTERS["nodes of 1, 2 and 1"], dist.get_rank(), 4
@@ -129,9 +106,7 @@ def summed_by_node(dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_nodes_sum_is_in_the_order_of_k_and_home_adds_own_rows_then_node_by_node(
-    ranks: LocalRanks, dtype: str
-) -> None:
+def test_a_nodes_sum_is_in_the_order_of_k_and_home_adds_own_rows_first(ranks: LocalRanks, dtype: str) -> None:
     for found, expected in ranks.run(summed_by_node, dtype):
         assert torch.equal(found, expected)
 

@@ -125,18 +125,8 @@ def test_parts_that_do_not_fit_are_refused_when_experts_are_made(parts: Any, mes
     ("parts", "options", "strategy", "message"),
     [
         (THREE, {"transposed": True}, ALONE, r"let read\(\) give .mT of each matrix"),
-        (
-            FUSED,
-            {"weights_on": "inputs"},
-            ALONE,
-            "weights_on='inputs': .* another function, .*; multiply \"outputs\" or",
-        ),
-        (
-            FUSED | {"down_bias": DOWN[:, :, 0]},
-            {},
-            MEGA,
-            "MegaKernel, whose kernels .*, and these experts have biases; use",
-        ),
+        (FUSED, {"weights_on": "inputs"}, ALONE, "weights_on='inputs': .* another function, .*; multiply \"outputs\""),
+        (FUSED | {"down_bias": DOWN[:, :, 0]}, {}, MEGA, "MegaKernel, whose kernels .*, and these experts have biases"),
         (FUSED, {"activation": torch.relu}, MEGA, "and these experts have another activation; use Sequential"),
         (
             {name: part.mT for name, part in FUSED.items()},

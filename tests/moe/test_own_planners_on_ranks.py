@@ -103,7 +103,7 @@ def test_one_rank_alone_meets_errors_in_its_first_forward_pass(fault: str) -> No
 def test_what_goes_wrong_on_one_rank_ends_all(ranks: LocalRanks) -> None:
     strategies = [FSEP.replace(name="one", split=FaultySplit(fault="raises on rank 1"))]
     strategies += [FSEP.replace(name="one", balance=FaultyBalance(fault="raises on rank 1"))]
-    for said in ranks.run(said_by, strategies, False, num_ranks=RANKS, timeout_s=TIMEOUT_S):
+    for said in ranks.run(said_by, strategies, True, num_ranks=RANKS, timeout_s=TIMEOUT_S):
         assert ["raised AssertionError: not here" in message for message in said] == [True] * 2
 
 

@@ -86,15 +86,21 @@ def trained(strategy: ms.Strategy, padded: bool, checkpointed: bool) -> dict[str
     return found | {"counts": counts_E, "biases": biases, "gradients": gradients_of(model)}
 
 
+@pytest.fixture(scope="module")
+def unpadded(ranks: LocalRanks) -> list[dict[str, Any]]:
+    return ranks.run(trained, EP, False, False, num_ranks=2)
+
+
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "recomputed"])
 @pytest.mark.parametrize(
     "strategy",
     [*STRATEGIES.values(), pytest.param(EP.replace(overlap=ms.MegaKernel()), marks=pytest.mark.slow)],
     ids=[*STRATEGIES, "MegaKernel"],
 )
-def test_padding_is_neither_computed_nor_counted(ranks: LocalRanks, strategy: ms.Strategy, checkpointed: bool) -> None:
-    wanted = ranks.run(trained, EP, False, False, num_ranks=2)
-    for found, without in zip(ranks.run(trained, strategy, True, checkpointed, num_ranks=2), wanted, strict=True):
+def test_padding_is_neither_computed_nor_counted(
+    ranks: LocalRanks, unpadded: list[dict[str, Any]], strategy: ms.Strategy, checkpointed: bool
+) -> None:
+    for found, without in zip(ranks.run(trained, strategy, True, checkpointed, num_ranks=2), unpadded, strict=True):
         for name in ("loads", "counts", "biases"):
             assert found[name] == without[name]
         for name in ("outputs", "dx", "gradients"):
@@ -122,11 +128,7 @@ def test_output_and_gradients_of_padding_are_zeros_on_one_rank_too() -> None:
     ("mask", "error", "message"),
     [
         (torch.ones(2, 5, dtype=torch.int64), TypeError, r"mask has dtype torch.int64; give torch.bool.*\.bool\(\)"),
-        (
-            torch.ones(10, dtype=torch.bool),
-            ValueError,
-            r"mask has shape \(10,\), and x has \(2, 5, 16\); give .*\(2, 5\)",
-        ),
+        (torch.ones(10, dtype=torch.bool), ValueError, r"mask has shape \(10,\), and x has \(2, 5, 16\); give .*\(2,"),
         (torch.ones(2, 5, dtype=torch.bool, device="meta"), TypeError, "mask has no values"),
     ],
 )
@@ -158,9 +160,7 @@ def test_ids_of_padding_are_recorded_and_replayed_as_minus_one() -> None:
         with ms.replay_routing(layer, ids):
             assert torch.equal(layer(x, mask), wanted)
     for given in (None, torch.ones(2, 5, dtype=torch.bool)):
-        message = (
-            r"-1 for token 0 in micro-batch 0, which router routes; only padding .* or run the model with the mask"
-        )
+        message = r"-1 for token 0 in micro-batch 0, which router routes; only padding .* or run the model with"
         with pytest.raises(ValueError, match=message), ms.replay_routing(layer, recorded):
             layer(x, given)
     recorded[0][0, 1, 0] = -1

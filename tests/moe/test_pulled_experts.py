@@ -10,11 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import assert_equal
-from harness import Stack, whole
 
 import moesys as ms
-from moesys.config import Overlap
-from moesys.kernels.symmetric.heap import ArenaLayout, Heap
+from moesys.kernels.symmetric.heap import Heap
 from moesys.kernels.symmetric.pulls import PullPart, PullRing, PullRings, pull_regions
 from moesys.kernels.symmetric.signals import PeerTimeoutError
 from moesys.layout import ExpertLayout
@@ -23,7 +21,6 @@ from moesys.moe.sharded_experts import ShardedExperts
 from moesys.moe.store import ExpertTransfer
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.record import Meter, Recorder
-from moesys.overlap.experts_triton import TritonExperts
 
 TIMEOUT_S = 30.0
 E = 6
@@ -34,7 +31,6 @@ SHAPES = {
     "a rank that owns nothing": ms.ModelShape(hidden_size=1, intermediate_size=2, num_experts=E, top_k=2),
 }
 SHARDING = ms.Fsep(slots_per_rank=3)
-LINKED = ms.Strategy(name="linked", sharding=ms.Fsep(slots_per_rank=2, prefetch_layers=3, delay_reshard=True))
 LAYOUTS = (
     [[0, 1, 2], [3, 4, 5], [-1, -1, -1], [0, 3, 0]],  # a rank without experts, an expert twice on a rank
     [[5, -1, 4], [5, 4, 3], [5, 2, 1], [0, -1, -1]],
@@ -96,47 +92,6 @@ def test_they_are_those_that_are_sent(ranks, shape, dtype, under_way):
         assert_equal(*([each["experts"], each["gradients"]] for each in (pulled, sent)))
         restored = [{key: n for key, n in each["bytes"].items() if key[0] == "restore"} for each in (sent, pulled)]
         assert restored[0] == restored[1] != {}
-
-
-def step(overlap: Overlap) -> list[torch.Tensor]:
-    """Outputs and gradients of linked layers, whose experts and gradients travel behind each other."""
-    shape = ms.ModelShape(hidden_size=16, intermediate_size=8, num_experts=3, top_k=2)
-    model = Stack(shape, LINKED.replace(overlap=overlap), 4)
-    layers = [moe.experts for moe in model.moe]
-    for layer in layers:
-        layer.expert_compute = TritonExperts()
-    runtime = ms.link(model)
-    x_TH = torch.randn(5, 16, generator=torch.Generator().manual_seed(dist.get_rank()), requires_grad=True)
-    outputs = []
-    # The first forward teaches the runtime the order of the layers.
-    for _ in range(2):
-        y_TH = model(x_TH)
-        y_TH.square().sum().backward()
-        outputs.append(y_TH.detach())
-    pulled = isinstance(overlap, ms.MegaKernel)
-    all_shards = [layer.shards for layer in layers]
-    assert all(isinstance(shards, PulledExperts) == pulled for shards in all_shards)
-    assert len({id(shards.rings) for shards in all_shards if isinstance(shards, PulledExperts)}) == pulled
-    for shards in all_shards:
-        if isinstance(shards, PulledExperts):
-            # Slices of all experts are restored, and gradients of two slots resharded; all layers share the memory.
-            bytes_of_slice = -(-shape.expert_parameters // dist.get_world_size())
-            shared = (shape.num_experts * shape.bytes_per_element, 2 * dist.get_world_size() * 4)
-            regions = [pull_regions(each * bytes_of_slice, dist.get_world_size()) for each in shared]
-            found = sum(ring._heap.layout.num_bytes for ring in shards.rings._rings.values())
-            assert found == sum(ArenaLayout.of(each).num_bytes for each in regions)
-    runtime.close()
-    return [*outputs, x_TH.grad, *(whole(p.grad) for p in model.parameters())]
-
-
-def steps() -> list[list[torch.Tensor]]:
-    return [step(ms.Sequential()), step(ms.MegaKernel(rows_cap=2.0))]
-
-
-@pytest.mark.slow
-def test_linked_layers_on_mega_kernels_pull_to_the_same_bits(ranks):
-    for sent, pulled in ranks.run(steps, num_ranks=2):
-        assert_equal(pulled, sent)
 
 
 def pull_from_a_rank_that_does_not_share(timeout_s: float) -> str:

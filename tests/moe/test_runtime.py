@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import harness
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import assert_equal
+from conftest import assert_equal, on_ranks
 from harness import Stack, assert_same_training, gradients_of, train
 from shuffling_planner import ShufflingPlanner
 from torch import Tensor, nn
@@ -91,9 +92,7 @@ def two_micro_batches(strategy: ms.Strategy, linked: bool, checkpointed: bool) -
 
 
 @pytest.mark.parametrize(
-    "strategy",
-    [FSEP, BEHIND, LENT_BEHIND, ms.Strategy(name="ep")],
-    ids=["fsep", "behind", "lent behind", "ep"],
+    "strategy", [FSEP, BEHIND, LENT_BEHIND, ms.Strategy(name="ep")], ids=["fsep", "behind", "lent behind", "ep"]
 )
 def test_recomputation_in_reverse_order_changes_no_bit(ranks: LocalRanks, strategy: ms.Strategy) -> None:
     plain = ranks.run(two_micro_batches, strategy, False, False, num_ranks=3)
@@ -148,58 +147,133 @@ def test_evaluation_leaves_history_alone() -> None:
     assert layer.experts.schedule.micro_batch == 0
 
 
-def broken_off_pass(behind: ms.Strategy, linked: bool) -> dict[str, Any]:
-    """A pass that ends after the first layer, when the second one's experts are on their way; then an ordinary step."""
-    model = Stack(SHAPE, behind.replace(balance=ms.Static()), num_layers=2)
+# --- linked layers have the bits of others, whatever passes there are ---
+
+
+@contextmanager
+def joined(model: nn.Module, linked: bool) -> Iterator[Any]:
     runtime = ms.link(model) if linked else None
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(tokens_of(0)).square().sum().backward()
-    model.moe[0](tokens_of(1))
-    optimizer.step()
-    optimizer.zero_grad()
-    loss = model(tokens_of(2)).square().sum()
-    loss.backward()
+    yield model
     if runtime is not None:
         runtime.close()
-    return {"loss": loss.item(), "gradients": gradients_of(model)}
 
 
-@whose
-def test_experts_left_from_a_broken_pass_are_not_used(ranks: LocalRanks, behind: ms.Strategy) -> None:
-    assert_equal(*(ranks.run(broken_off_pass, behind, linked, num_ranks=2) for linked in (True, False)))
+def broken_off_pass(strategy: ms.Strategy, linked: bool) -> Any:
+    """A pass that ends after the first layer, when the second one's experts are on their way; then an ordinary step."""
+    with joined(Stack(SHAPE, strategy, num_layers=2), linked) as model:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(tokens_of(0)).square().sum().backward()
+        model.moe[0](tokens_of(1))
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = model(tokens_of(2)).square().sum()
+        loss.backward()
+    return loss.detach(), gradients_of(model)
 
 
-def failing_backward(behind: ms.Strategy) -> dict[str, Any]:
+def failing_backward(strategy: ms.Strategy, linked: bool) -> Any:
     """A backward that raises half-way, with a gradient waiting to set off; then an ordinary step."""
-    model = Stack(SHAPE, behind.replace(balance=ms.Static()), num_layers=3)
-    runtime = ms.link(model)
-    x = tokens_of(0)
-    y = model(x)
 
     def fail(_: Tensor) -> None:
         raise ArithmeticError("on purpose")
 
-    handle = model.mixers[1].weight.register_hook(fail)
-    with pytest.raises(ArithmeticError):
-        y.sum().backward()
-    handle.remove()
-    model.zero_grad()
-    # Messages that are dropped while a slow peer still sends them would meet those of the next step.
-    dist.barrier()
-    model(x).sum().backward()
-    runtime.close()
+    with joined(Stack(SHAPE, strategy, num_layers=3), linked) as model:
+        if linked:
+            handle = model.mixers[1].weight.register_hook(fail)
+            with pytest.raises(ArithmeticError):
+                model(tokens_of(0)).sum().backward()
+            handle.remove()
+            model.zero_grad()
+            # Messages that are dropped while a slow peer still sends them would meet those of the next step.
+            dist.barrier()
+        model(tokens_of(0)).sum().backward()
     return gradients_of(model)
 
 
-def clean_backward(behind: ms.Strategy) -> dict[str, Any]:
-    model = Stack(SHAPE, behind.replace(balance=ms.Static()), num_layers=3)
-    model(tokens_of(0)).sum().backward()
+def skipped_layers(strategy: ms.Strategy, linked: bool, keep: bool = False) -> Any:
+    """Passes that run other layers than the order they were learnt in: the first alone, then the second alone.
+
+    ``keep``: rank 0 holds on to an old graph, as a log of losses would.
+    """
+    with joined(Stack(SHAPE, strategy, num_layers=2), linked) as model:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(tokens_of(0)).square().sum().backward()
+        kept = model.moe[0](tokens_of(1))
+        kept.square().sum().backward(retain_graph=True)
+        if not (keep and dist.get_rank() == 0):
+            del kept
+        optimizer.step()
+        optimizer.zero_grad()
+        y = model.moe[1](tokens_of(2))
+        y.square().sum().backward()
+    return y.detach(), gradients_of(model)
+
+
+def shared_layer(strategy: ms.Strategy, linked: bool) -> Any:
+    """One layer used twice in a pass, gradients of three micro-batches accumulated."""
+    with joined(Stack(SHAPE, strategy, num_layers=2), linked) as model:
+        for batch in range(3):
+            x = model(tokens_of(batch))
+            (x + model.moe[0](x)).square().sum().backward()
     return gradients_of(model)
+
+
+def two_dtypes(strategy: ms.Strategy, linked: bool) -> Any:
+    """The layer before brings experts ahead in the dtype of the layer that computes with them, not in its own."""
+    shapes = SHAPE.replace(dtype="bfloat16"), SHAPE
+    layers = [ms.MoELayer(shape, strategy, layer_index=index) for index, shape in enumerate(shapes)]
+    found = []
+    with joined(nn.Sequential(*layers), linked) as model:
+        for batch in range(3):
+            found.append(50 * model(tokens_of(batch)))
+            found[-1].sum().backward()
+    return [each.detach() for each in found], gradients_of(model)
+
+
+def hooked(strategy: ms.Strategy, linked: bool, behind: bool, last_rank: int) -> Any:
+    """A hook on the last layer's masters, or behind their accumulation, doubles gradients on ranks to ``last_rank``."""
+
+    def double(leaf: Tensor) -> None:
+        leaf.grad.mul_(2)
+
+    with joined(Stack(SHAPE, strategy, num_layers=2), linked) as model:
+        masters = model.moe[1].experts.masters
+        if dist.get_rank() > last_rank:
+            pass
+        elif behind:
+            masters.register_post_accumulate_grad_hook(double)
+        else:
+            masters.register_hook(lambda gradient: 2 * gradient)
+        for batch in range(2):
+            model(tokens_of(batch)).square().sum().backward()
+    return gradients_of(model)
+
+
+PASSES: dict[str, Callable[[ms.Strategy, bool], Any]] = {
+    "broken off": broken_off_pass,
+    "a backward that fails": failing_backward,
+    "skipped layers": skipped_layers,
+    "skipped layers, and rank 0 keeps a graph": partial(skipped_layers, keep=True),
+    "a layer used twice": shared_layer,
+    "two dtypes": two_dtypes,
+    "a hook on one rank": partial(hooked, behind=False, last_rank=0),
+    "a hook on all": partial(hooked, behind=False, last_rank=1),
+    "a hook behind accumulation on one rank": partial(hooked, behind=True, last_rank=0),
+    "a hook behind accumulation on all": partial(hooked, behind=True, last_rank=1),
+}
+
+
+def all_passes(behind: ms.Strategy, linked: bool) -> dict[str, Any]:
+    return {name: run(behind.replace(balance=ms.Static()), linked) for name, run in PASSES.items()}
 
 
 @whose
-def test_gradients_left_from_a_failed_backward_are_dropped(ranks: LocalRanks, behind: ms.Strategy) -> None:
-    assert_equal(*(ranks.run(each, behind, num_ranks=2) for each in (failing_backward, clean_backward)))
+def test_links_change_no_bit_whatever_passes_there_are(ranks: LocalRanks, behind: ms.Strategy) -> None:
+    """Experts and gradients that are left from a pass are not used, and hooks see delayed gradients."""
+    linked, alone = (ranks.run(all_passes, behind, linked, num_ranks=2) for linked in (True, False))
+    for found, wanted in zip(linked, alone, strict=True):
+        for name, each in wanted.items():
+            assert_equal(found[name], each, name)
 
 
 class SlowPlan:
@@ -260,22 +334,6 @@ def test_a_plan_from_another_history_is_refused(ranks: LocalRanks) -> None:
     assert "3 of 3 ranks failed" in str(error.value)
 
 
-def infeasible_plan() -> None:
-    model = Stack(SHAPE, FSEP, num_layers=1)
-    ms.link(model)
-    schedule = model.moe[0].experts.schedule
-    schedule.slots_R = (1, 1)
-    schedule.observe(ms.planning.LoadMatrix(torch.ones(2, 6, dtype=torch.int64).numpy()))
-    schedule.ready(time.monotonic() + 10.0)
-
-
-def test_the_leaders_error_reaches_every_rank(ranks: LocalRanks) -> None:
-    with pytest.raises(RankError) as caught:
-        ranks.run(infeasible_plan, num_ranks=2)
-    assert set(caught.value.failures) == {0, 1}
-    assert all("previous fills" in text or "slots" in text for text in caught.value.failures.values())
-
-
 def groups_of_a_linked_model() -> list[object]:
     """The options of all groups that linking makes, where the backend has some."""
     made, new_group = [], dist.new_group
@@ -302,50 +360,6 @@ def test_experts_travel_before_other_work_of_a_gpu(ranks: LocalRanks, monkeypatc
 def test_a_model_without_moe_layers_cannot_be_linked() -> None:
     with pytest.raises(ValueError, match=r"the model has no ms\.Experts"):
         ms.link(torch.nn.Linear(2, 2))
-
-
-def skipped_layers(linked: bool, keep: bool) -> dict[str, Any]:
-    """Passes that run other layers than the order they were learnt in: the first alone, then the second alone.
-
-    ``keep``: rank 0 holds on to an old graph, as a log of losses would.
-    """
-    model = Stack(SHAPE, BEHIND.replace(balance=ms.Static()), num_layers=2)
-    runtime = ms.link(model) if linked else None
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(tokens_of(0)).square().sum().backward()
-    kept = model.moe[0](tokens_of(1))
-    kept.square().sum().backward(retain_graph=True)
-    if not (keep and dist.get_rank() == 0):
-        del kept
-    optimizer.step()
-    optimizer.zero_grad()
-    y = model.moe[1](tokens_of(2))
-    y.square().sum().backward()
-    if runtime is not None:
-        runtime.close()
-    return {"y": y.detach(), "gradients": gradients_of(model)}
-
-
-@pytest.mark.parametrize("keep", [False, True], ids=["same on all ranks", "rank 0 keeps a graph"])
-def test_skipped_layers_find_fresh_experts(ranks: LocalRanks, keep: bool) -> None:
-    assert_equal(*(ranks.run(skipped_layers, linked, keep, num_ranks=2) for linked in (True, False)))
-
-
-def shared_layer(behind: ms.Strategy, linked: bool) -> dict[str, Tensor]:
-    """One layer used twice in a pass, gradients of three micro-batches accumulated."""
-    model = Stack(SHAPE, behind.replace(balance=ms.Static()), num_layers=2)
-    runtime = ms.link(model) if linked else None
-    for batch in range(3):
-        x = model(tokens_of(batch))
-        (x + model.moe[0](x)).square().sum().backward()
-    if runtime is not None:
-        runtime.close()
-    return gradients_of(model)
-
-
-@whose
-def test_a_layer_used_twice_adds_its_gradients_as_autograd_does(ranks: LocalRanks, behind: ms.Strategy) -> None:
-    assert_equal(*(ranks.run(shared_layer, behind, linked, num_ranks=2) for linked in (True, False)))
 
 
 def nested_checkpoints(mode: str) -> dict[str, Any]:
@@ -408,69 +422,27 @@ def test_closing_an_old_runtime_leaves_the_new_one_alone() -> None:
     new.close()
 
 
-def timeouts() -> None:
+@on_ranks(2)
+def test_a_plan_may_not_be_awaited_longer_than_collectives_are() -> None:
     with pytest.raises(ValueError, match=r"plan_timeout_s=1000\.0 is more than half of the group's time-out"):
         ms.link(Stack(SHAPE, FSEP, num_layers=1), plan_timeout_s=1000.0)
 
 
-def test_a_plan_may_not_be_awaited_longer_than_collectives_are(ranks: LocalRanks) -> None:
-    ranks.run(timeouts, num_ranks=2)
-
-
-def slow_planner() -> tuple[float, int]:
-    """A planner that takes longer than anybody waits: what is late is dropped, not piled up."""
-    model = Stack(SHAPE, FSEP, num_layers=2)
+@on_ranks(2)
+def test_late_plans_do_not_pile_up() -> None:
+    """A planner takes longer than anybody waits: what is late is dropped, also when the runtime is closed."""
+    model, solved = Stack(SHAPE, FSEP, num_layers=2), []
     runtime = ms.link(model, plan_timeout_s=0.01)
     solve = PlanRequest.solve
-    PlanRequest.solve = lambda request: (time.sleep(0.3), solve(request))[1]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PlanRequest, "solve", lambda request: (solved.append(1), time.sleep(0.3), solve(request))[2])
         for batch in range(12):
             model(tokens_of(batch)).sum().backward()
-        start_s = time.monotonic()
+        before = len(solved)
         runtime.close()
-        return time.monotonic() - start_s, len(runtime.events)
-    finally:
-        PlanRequest.solve = solve
-
-
-def test_late_plans_do_not_pile_up(ranks: LocalRanks) -> None:
-    for close_s, events in ranks.run(slow_planner, num_ranks=2):
-        assert events > 0
-        # Twenty-four plans of 0.3 s were asked for; at most the one that was being made is finished.
-        assert close_s < 3.0
-
-
-def hooked(linked: bool, behind: bool, last_rank: int) -> Tensor:
-    """The gradient of the last layer's experts, whose leaf has a hook that doubles it on ranks to ``last_rank``."""
-    model = nn.Sequential(ms.MoELayer(SHAPE, BEHIND), ms.MoELayer(SHAPE, BEHIND, layer_index=1))
-    runtime = ms.link(model) if linked else None
-    masters = model[1].experts.masters
-
-    def double(leaf: Tensor) -> None:
-        assert leaf.grad is not None
-        leaf.grad.mul_(2)
-
-    if dist.get_rank() > last_rank:
-        pass
-    elif behind:
-        masters.register_post_accumulate_grad_hook(double)
-    else:
-        masters.register_hook(lambda gradient: 2 * gradient)
-    for seed in range(2):
-        x = torch.randn(24, SHAPE.hidden_size, generator=torch.Generator().manual_seed(seed + 10 * dist.get_rank()))
-        model(x).square().sum().backward()
-    if runtime is not None:
-        runtime.close()
-    return masters.grad.to_local()
-
-
-def hooks_see_the_same(last_rank: int) -> list[bool]:
-    return [torch.equal(hooked(True, behind, last_rank), hooked(False, behind, last_rank)) for behind in (False, True)]
-
-
-@pytest.mark.parametrize("last_rank", [0, 1], ids=["on one rank", "on all ranks"])
-def test_hooks_on_masters_see_delayed_gradients(ranks: LocalRanks, last_rank: int) -> None:
-    assert ranks.run(hooks_see_the_same, last_rank, num_ranks=2) == [[True, True]] * 2
+    assert runtime.events
+    # Twenty-four plans were asked for; at most the one that was being made is finished.
+    assert len(solved) <= before + 1
 
 
 def restored_bytes() -> list[int]:
@@ -542,7 +514,8 @@ def test_plans_that_closing_does_not_wait_for_are_late_on_all_ranks(ranks: Local
     assert re.fullmatch(r"plan due at [345] came too late: layout kept", results[0]["events"][0].what)
 
 
-def closed_without_groups() -> int:
+@on_ranks(2)
+def test_a_runtime_is_closed_after_its_groups_were_destroyed() -> None:
     # Runtimes of earlier tests in this process may be still to be collected.
     earlier = set(threading.enumerate())
     model = Stack(SHAPE, FSEP, num_layers=1)
@@ -552,8 +525,4 @@ def closed_without_groups() -> int:
     runtime.close()
     runtime.close()
     names = [thread.name for thread in set(threading.enumerate()) - earlier]
-    return names.count("moesys-planner") + names.count("moesys-heartbeat")
-
-
-def test_a_runtime_is_closed_after_its_groups_were_destroyed(ranks: LocalRanks) -> None:
-    assert ranks.run(closed_without_groups, num_ranks=2) == [0, 0]
+    assert not {"moesys-planner", "moesys-heartbeat"} & {*names}

@@ -13,17 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import assert_equal
-from harness import whole
+from harness import small_model, whole
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    set_checkpoint_early_stop,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import create_selective_checkpoint_contexts as selective_contexts
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
@@ -103,9 +98,7 @@ def gradients_where_one_rank_reads(who: int) -> list[bytes]:
     layer = ms.MoELayer(SHAPE, STRATEGIES["ep"], cluster=CLUSTER)
     found = []
     for checkpointed in (False, True):
-        x = torch.randn(
-            11, SHAPE.hidden_size, generator=torch.Generator().manual_seed(dist.get_rank())
-        ).requires_grad_()
+        x = torch.randn(11, 16, generator=torch.Generator().manual_seed(dist.get_rank())).requires_grad_()
 
         def run(x: Tensor) -> Tensor:
             y = layer(x)
@@ -128,10 +121,8 @@ def test_ranks_agree_on_what_runs_again(ranks: LocalRanks, who: int) -> None:
 def test_a_layer_that_saves_nothing_is_computed(wide: int, teacher: bool) -> None:
     """Frozen, or without gradients, in a region that saves as many tensors behind it as the layer would."""
     torch.manual_seed(0)
-    layer, tail = (
-        ms.MoELayer(SHAPE, STRATEGIES["ep"]),
-        nn.Sequential(*[nn.Linear(16, 16) for _ in range(wide)], nn.GELU()),
-    )
+    layer = ms.MoELayer(SHAPE, STRATEGIES["ep"])
+    tail = nn.Sequential(*[nn.Linear(16, 16) for _ in range(wide)], nn.GELU())
     layer.requires_grad_(teacher)
     x = torch.randn(5, SHAPE.hidden_size)
 
@@ -192,7 +183,7 @@ POLICIES: dict[str, Callable[[], Any]] = {
 
 def selective(policy: str) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """``context_fn`` of a checkpoint, with a policy of its own in each region."""
-    contexts: Any = create_selective_checkpoint_contexts(POLICIES[policy]())
+    contexts: Any = selective_contexts(POLICIES[policy]())
     return contexts
 
 
@@ -218,55 +209,10 @@ SELECTED = STRATEGIES["ep"], ms.Strategy(name="invariant", reduction=ms.LayoutIn
 @pytest.mark.parametrize("early_stop", [True, False], ids=["early", "to its end"])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("strategy", SELECTED, ids=lambda each: each.name)
-def test_selective_checkpoints_change_no_bit(
-    strategy: ms.Strategy, policy: str, early_stop: bool, recorded: bool
-) -> None:
+def test_selective_checkpoints_change_no_bit(strategy: Any, policy: str, early_stop: bool, recorded: bool) -> None:
     """Recorded: hooks on routers do in the first pass what they do not in the second."""
     kept = gradients_of_block(strategy, None, early_stop, recorded)
     assert_equal(kept, gradients_of_block(strategy, policy, early_stop, recorded))
-
-
-class Together(AbstractContextManager[None]):
-    """Two contexts as one, which may be entered again."""
-
-    def __init__(self, *contexts: AbstractContextManager[None]) -> None:
-        self.contexts = contexts
-
-    def __enter__(self) -> None:
-        for context in self.contexts:
-            context.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        for context in reversed(self.contexts):
-            context.__exit__(*error)
-
-
-def selective_inside() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    first, second = zip(ms.recompute(), selective("products"), strict=True)
-    return Together(*first), Together(*second)
-
-
-@pytest.mark.parametrize(
-    ("outer", "inner"), [(ms.recompute, selective_inside), (selective_inside, selective_inside)], ids=["inner", "both"]
-)
-def test_selective_checkpoints_inside_each_other(outer: Any, inner: Any) -> None:
-    layers = [ms.MoELayer(SHAPE, STRATEGIES["ep"], layer_index=index) for index in range(2)]
-
-    def run(x: Tensor, checkpointed: bool) -> Tensor:
-        x = checkpoint(layers[0], x, use_reentrant=False, context_fn=inner) if checkpointed else layers[0](x)
-        return layers[1](x)
-
-    found = []
-    for checkpointed in (False, True):
-        x = torch.randn(11, 16, generator=torch.Generator().manual_seed(3)).requires_grad_()
-        whole = (
-            partial(checkpoint, use_reentrant=False, context_fn=outer) if checkpointed else lambda f, *args: f(*args)
-        )
-        whole(run, x, checkpointed).square().sum().backward()
-        found.append([x.grad, *(each.grad for layer in layers for each in layer.parameters())])
-        for layer in layers:
-            layer.zero_grad()
-    assert_equal(*found)
 
 
 def test_other_dispatch_modes_see_a_layer() -> None:
@@ -283,14 +229,6 @@ def test_other_dispatch_modes_see_a_layer() -> None:
             y.sum().backward()
         counted.append(flops.get_total_flops())
     assert 0 < counted[0] < counted[1]
-
-
-def small_model() -> Qwen3MoeForCausalLM:
-    torch.manual_seed(0)
-    attention = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "intermediate_size": 48}
-    config = Qwen3MoeConfig(vocab_size=64, hidden_size=32, use_cache=False, **attention, **experts)
-    return Qwen3MoeForCausalLM(config).train()
 
 
 def train_model(policy: str | None, where: str, strategy: ms.Strategy | None) -> list[bytes]:

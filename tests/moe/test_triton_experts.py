@@ -10,30 +10,19 @@ from harness import Case, make_layer, run_cases
 from torch import Tensor
 
 import moesys as ms
-from moesys.lab.ranks.pool import LocalRanks
 from moesys.overlap.experts_cpu import CpuExperts, experts_on_device
 from moesys.overlap.experts_triton import TritonExperts
 
 # float32 sums in another order; bfloat16 rounds h, dh and the weighted activation to 8 bits on either way.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 4 * 2.0**-8}
 
-# (id, experts, choices, tokens of each rank, pull towards one direction)
-ROUTINGS = [
-    ("ragged", 4, 2, [35, 22], 0.0),
-    ("slots and a rank without rows", 5, 1, [9, 0], 50.0),
-    ("nobody has a token", 4, 2, [0, 0], 0.0),
-]
+# (id, experts, choices, tokens, pull towards one direction)
+ROUTINGS = [("ragged", 4, 2, 35, 0.0), ("slots without rows", 5, 1, 9, 50.0), ("no token", 4, 2, 0, 0.0)]
 
 
 def shape(dtype: str, num_experts: int, top_k: int) -> ms.ModelShape:
     # Sizes that fill no block of the kernels.
     return ms.ModelShape(hidden_size=40, intermediate_size=24, num_experts=num_experts, top_k=top_k, dtype=dtype)
-
-
-def strategy(num_experts: int, num_ranks: int) -> ms.Strategy:
-    """FSEP with room for replicas."""
-    slots = -(-num_experts // num_ranks) + 1
-    return ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=slots), balance=ms.Greedy(), split=ms.FlowSplit())
 
 
 def found(result: dict) -> dict[str, Tensor]:
@@ -51,34 +40,17 @@ def difference(actual: Tensor, expected: Tensor) -> float:
     return float(apart / largest if largest > 0 else apart)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "num_ranks"),
-    [
-        # On ranks tests/moe/test_ranks_route.py and test_node_dispatch.py run them always.
-        ("float32", 1),
-        ("bfloat16", 1),
-        *(pytest.param(dtype, 2, marks=pytest.mark.slow) for dtype in ("float32", "bfloat16")),
-    ],
-)
-def test_kernels_compute_what_slots_compute(ranks: LocalRanks, dtype: str, num_ranks: int) -> None:
-    cases = []
-    for _, num_experts, top_k, tokens, skew in ROUTINGS:
-        sequential = strategy(num_experts, num_ranks)
-        chunks = sequential.replace(overlap=ms.Pipelined(chunks=3))
-        on_slots = Case(shape(dtype, num_experts, top_k), sequential, [tokens[:num_ranks]], skew=skew)
-        cases += [on_slots, replace(on_slots, kernels=True), replace(on_slots, kernels=True, strategy=chunks)]
-    replicated = False
-    for rank, results in enumerate(ranks.run(run_cases, cases, num_ranks=num_ranks, timeout_s=240)):
-        for index, (name, *_) in enumerate(ROUTINGS):
-            on_slots, on_kernels, chunked = results[3 * index : 3 * index + 3]
-            held = [expert for slots in on_slots["layouts"][0] for expert in slots if expert >= 0]
-            replicated |= len(held) > len(set(held))
-            expected, bits = found(on_slots), found(chunked)
-            for part, actual in found(on_kernels).items():
-                where = f"rank {rank}, {name}: {part}"
-                assert difference(actual, expected[part]) <= TOLERANCE[dtype], where
-                assert torch.equal(actual, bits[part]), where
-    assert replicated == (num_ranks > 1)
+# On ranks tests/moe/test_ranks_plan.py and test_node_dispatch.py run kernels.
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_kernels_compute_what_slots_compute(dtype: str) -> None:
+    for name, num_experts, top_k, tokens, skew in ROUTINGS:
+        on_slots = Case(shape(dtype, num_experts, top_k), ms.Strategy(name="ep"), [[tokens]], skew=skew)
+        chunks = ms.Strategy(name="chunks", overlap=ms.Pipelined(chunks=3))
+        cases = [on_slots, replace(on_slots, kernels=True), replace(on_slots, kernels=True, strategy=chunks)]
+        expected, on_kernels, bits = map(found, run_cases(cases))
+        for part, actual in on_kernels.items():
+            assert difference(actual, expected[part]) <= TOLERANCE[dtype], f"{name}: {part}"
+            assert torch.equal(actual, bits[part]), f"{name}: {part}"
 
 
 def test_masters_without_gradient_and_rows_with_gaps() -> None:

@@ -43,15 +43,18 @@ def x_of(step: int, micro_batch: int, rank: int) -> torch.Tensor:
     return torch.randn(24, H, generator=generator) + torch.arange(H) / H
 
 
-def train_watched(
-    folder: Path, strategy: ms.Strategy, checkpointed: bool
-) -> list[list[dict[int, ms.planning.LayerPlan]]]:
-    """Three steps, and an evaluation after each. Returns plans by step, micro-batch and layer."""
+Plans = list[list[dict[int, ms.planning.LayerPlan]]]
+Logged = list[tuple[int, dict[str, float]]]
+
+
+def train_watched(folder: Path, strategy: ms.Strategy, checkpointed: bool) -> tuple[Plans, Logged]:
+    """Three steps, and an evaluation after each. Returns plans by step, micro-batch and layer, and what was logged."""
     model = two_layers(strategy)
     runtime = ms.link(model, record_spans=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-    plans = []
-    with ms.Watch(model, folder) as watch:
+    plans: Plans = []
+    logged: Logged = []
+    with ms.Watch(model, folder, log=lambda numbers, step: logged.append((step, numbers))) as watch:
         for step in range(3):
             plans.append([])
             for micro_batch in range(MICRO_BATCHES):
@@ -72,7 +75,7 @@ def train_watched(
             watch.begin()
         watch.write_timeline(runtime.timeline())
     runtime.close()
-    return plans
+    return plans, logged
 
 
 @pytest.mark.parametrize(
@@ -80,12 +83,16 @@ def train_watched(
     [(EP, False), pytest.param(FSEP, False, marks=pytest.mark.slow), (FSEP, True)],
     ids=["ep", "fsep", "fsep recomputed"],
 )
-def test_lines_say_what_the_plans_were(
-    ranks: LocalRanks, tmp_path: Path, strategy: ms.Strategy, checkpointed: bool
-) -> None:
-    plans_of_rank = ranks.run(train_watched, tmp_path, strategy, checkpointed, num_ranks=NUM_RANKS)
-    for rank, plans in enumerate(plans_of_rank):
+def test_lines_say_what_plans_were(ranks: LocalRanks, tmp_path: Path, strategy: Any, checkpointed: bool) -> None:
+    """And rank 0 logs their numbers."""
+    of_ranks = ranks.run(train_watched, tmp_path, strategy, checkpointed, num_ranks=NUM_RANKS)
+    for rank, (plans, logged) in enumerate(of_ranks):
         lines = lines_of(tmp_path, rank)
+        assert [step for step, _ in logged] == ([] if rank else [0, 1, 2])
+        for (_, numbers), line in zip(logged, lines, strict=rank == 0):
+            assert {type(number) for number in numbers.values()} == {float}
+            assert (numbers["step_ms"], numbers["loss"]) == (line["step_ms"], line["numbers"]["loss"])
+            assert numbers["load_p95/layer_01"] == line["layers"][1]["load_p95"]
         assert [(line["step"], line["num_ranks"]) for line in lines] == [(0, 2), (1, 2), (2, 2)]
         for line, micro_batches in zip(lines, plans, strict=True):
             assert line["numbers"]["loss"] > 0
@@ -107,31 +114,6 @@ def test_lines_say_what_the_plans_were(
     spans = read_spans(tmp_path)
     assert spans is not None
     assert {span.rank for span in spans.spans} == {0, 1}
-
-
-def restored_of_steps(folder: Path, begin: bool) -> None:
-    """Two alike steps, and between them an evaluation that restores experts as training does."""
-    model = two_layers(FSEP.replace(balance=ms.Static()))
-    with ms.Watch(model, folder) as watch:
-        for _ in range(2):
-            model(x_of(0, 0, dist.get_rank())).sum().backward()
-            watch.step()
-            with torch.no_grad():
-                model.eval()(x_of(0, 0, dist.get_rank()))
-            model.train()
-            if begin:
-                watch.begin()
-
-
-def test_what_came_before_begin_is_not_counted(ranks: LocalRanks, tmp_path: Path) -> None:
-    first, second = {}, {}
-    for begin in (True, False):
-        ranks.run(restored_of_steps, tmp_path / str(begin), begin, num_ranks=2)
-        layers = [line["layers"][0] for line in lines_of(tmp_path / str(begin))]
-        assert [layer["micro_batches"] for layer in layers] == [1, 1]
-        first[begin], second[begin] = (layer["restored_mib"] for layer in layers)
-    assert first[True] == second[True] == first[False] > 0
-    assert second[False] > first[False]
 
 
 def train_with_a_fault(folder: Path, place: str, value: float) -> None:
@@ -189,17 +171,6 @@ def step_of(model: nn.Module, num_micro_batches: int = 1) -> None:
         model(x_of(0, micro_batch, 0)).sum().backward()
 
 
-def test_every_so_many_steps_one_is_written_and_is_about_itself(tmp_path: Path) -> None:
-    model = two_layers(EP)
-    with ms.Watch(model, tmp_path, every=2) as watch:
-        for step in range(5):
-            step_of(model, num_micro_batches=step + 1)
-            watch.step(loss=step)
-    lines = lines_of(tmp_path)
-    assert [(line["step"], line["layers"][0]["micro_batches"]) for line in lines] == [(0, 1), (2, 3), (4, 5)]
-    assert [line["numbers"] for line in lines] == [{"loss": 0.0}, {"loss": 2.0}, {"loss": 4.0}]
-
-
 def test_a_layer_that_did_not_run_is_not_in_the_line(tmp_path: Path) -> None:
     model = two_layers(EP)
     with ms.Watch(model, tmp_path) as watch:
@@ -208,14 +179,17 @@ def test_a_layer_that_did_not_run_is_not_in_the_line(tmp_path: Path) -> None:
     assert [layer["layer"] for layer in lines_of(tmp_path)[0]["layers"]] == [1]
 
 
-def test_events_stand_in_the_line_that_follows_them(tmp_path: Path) -> None:
+def test_every_so_many_steps_one_is_written_with_all_events_since_the_last(tmp_path: Path) -> None:
     model = two_layers(EP)
     with ms.Watch(model, tmp_path, every=2) as watch:
         for step in range(5):
-            step_of(model)
+            step_of(model, num_micro_batches=step + 1)
             if step in (1, 3):
                 model[1].experts.schedule.events.append(PlanEvent(1, step, f"late at {step}"))
-            watch.step()
+            watch.step(loss=step)
+    lines = lines_of(tmp_path)
+    assert [(line["step"], line["layers"][0]["micro_batches"]) for line in lines] == [(0, 1), (2, 3), (4, 5)]
+    assert [line["numbers"] for line in lines] == [{"loss": 0.0}, {"loss": 2.0}, {"loss": 4.0}]
     found = [line["events"] for line in lines_of(tmp_path)]
     told = [[{"layer": 1, "micro_batch": step, "what": f"late at {step}"}] for step in (1, 3)]
     assert found == [[], *told]
@@ -305,27 +279,6 @@ def test_errors_name_the_file_and_the_way_out(tmp_path: Path) -> None:
         watch.step(loss=torch.ones(2))
 
 
-def test_tensorboard_has_the_numbers_of_the_lines(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from torch.utils.tensorboard import SummaryWriter
-
-    def log(numbers: dict[str, float], step: int) -> None:
-        for name, value in numbers.items():
-            writer.add_scalar(name, value, step)
-
-    model = two_layers(EP)
-    with SummaryWriter(tmp_path / "tensorboard") as writer, ms.Watch(model, tmp_path, log=log) as watch:
-        for step in range(3):
-            step_of(model)
-            watch.step(loss=step / 2)
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(0, 0.0), (1, 0.5), (2, 1.0)]
-    for layer in range(2):
-        exposed = [event.value for event in events.Scalars(f"plan_ms/layer_{layer:02d}")]
-        assert exposed == pytest.approx([line["layers"][layer]["plan_ms"] for line in lines_of(tmp_path)], rel=1e-6)
-
-
 def test_a_full_disk_is_a_warning_and_the_lines_around_it_are_whole(tmp_path: Path) -> None:
     model = two_layers(EP)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -351,32 +304,6 @@ def test_a_folder_that_is_removed_is_a_warning(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "watched")
         with pytest.warns(UserWarning, match="steps of the training are missing"):
             watch.step()
-
-
-def train_logged(folder: Path) -> list[tuple[int, dict[str, float]]]:
-    logged: list[tuple[int, dict[str, float]]] = []
-
-    def log(numbers: dict[str, float], step: int) -> None:
-        logged.append((step, numbers))
-
-    model = two_layers(FSEP)
-    with ms.Watch(model, folder, log=log) as watch:
-        for step in range(2):
-            model(x_of(step, 0, dist.get_rank())).square().mean().backward()
-            watch.step(loss=torch.tensor(1.5))
-    return logged
-
-
-def test_rank_0_logs_the_numbers_of_the_lines_to_a_callable(ranks: LocalRanks, tmp_path: Path) -> None:
-    logged, other = ranks.run(train_logged, tmp_path, num_ranks=2)
-    assert other == []
-    lines = lines_of(tmp_path)
-    assert [step for step, _ in logged] == [line["step"] for line in lines] == [0, 1]
-    for (_, numbers), line in zip(logged, lines, strict=True):
-        assert {type(number) for number in numbers.values()} == {float}
-        assert numbers["step_ms"] == line["step_ms"]
-        assert numbers["loss"] == 1.5
-        assert numbers["load_p95/layer_01"] == line["layers"][1]["load_p95"]
 
 
 def test_an_error_of_the_callable_is_one_warning(tmp_path: Path) -> None:
