@@ -26,7 +26,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_uri not in PAGES:
         for made, file in PAGES.items():
             markdown = markdown.replace(f"](../{file}", f"]({made}")
-        return markdown
+        return re.sub(r"\[([^\]]+)\]\(\.\./moesys/[^)]*\)", r"\1", markdown)
     return site_text((ROOT / PAGES[page.file.src_uri]).read_text(encoding="utf-8"))
 
 
@@ -47,21 +47,25 @@ def with_fields(text: str, classes: dict[str, Any]) -> str:
 
 def with_names(text: str) -> str:
     """Returns a text whose tables between ``<!-- names: PAGE -->`` and ``<!-- end -->`` list what a page of
-    ``docs/api`` documents: each name, the first sentence of its docstring, and the file that defines it.
+    ``docs/api`` documents, except declarations: each name, which leads to its file, and the first sentence of its
+    docstring.
     """
     return NAMES.sub(lambda found: f"{found[1]}\n{_names(ROOT / 'docs' / 'api' / f'{found[2]}.md')}\n", text)
 
 
 def _names(page: Path) -> str:
-    lines = ["| name | meaning | file |", "|---|---|---|"]
+    from moesys.config import Declaration
+
+    lines = ["| name | meaning |", "|---|---|"]
     for path in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE):
         value = pydoc.locate(path)
+        if isinstance(value, type) and issubclass(value, Declaration):
+            continue
         said = " ".join((inspect.getdoc(value) or "").partition("\n\n")[0].split())
         sentence = re.split(r"(?<=[.:]) (?=[A-Z`])", said)[0].rstrip(".:").replace("``", "`").replace("|", "\\|")
-        module, _, name = path.rpartition(".")
-        file = Path(inspect.getsourcefile(inspect.getmodule(value)) or "") if callable(value) else None
-        where = file.relative_to(ROOT).as_posix() if file else module
-        lines.append(f"| `{name}` | {sentence} | `{where}` |")
+        name, module = path.rpartition(".")[2], inspect.getmodule(value) if callable(value) else value
+        file = Path(inspect.getsourcefile(module) or "").relative_to(ROOT).as_posix()
+        lines.append(f"| [`{name}`](../{file}) | {sentence} |")
     return "\n".join(lines) + "\n"
 
 

@@ -188,8 +188,8 @@ class _KeptCode:
 
     cache_path = None
 
-    def __init__(self, code: CodeType) -> None:
-        self._code, self._folder = code, Path(code.co_filename).parent
+    def __init__(self, code: CodeType, is_announced: bool) -> None:
+        self._code, self._folder, self._is_announced = code, Path(code.co_filename).parent, is_announced
 
     def load_overload(self, signature: Any, target: Any) -> Any:
         """Returns the code for the types of arguments. Returns None, and says so, where it is to be compiled."""
@@ -203,7 +203,10 @@ class _KeptCode:
                 return CompileResult._rebuild(target, *pickle.load(file))
         if _refused.get() == "compiling":
             raise _NotCompiledError
-        _say_once("compiling", "moesys compiles its inner loops, which takes about two minutes, once per installation")
+        if self._is_announced:
+            _say_once(
+                "compiling", "moesys compiles its inner loops, which takes about two minutes, once per installation"
+            )
         return None
 
     def save_overload(self, signature: Any, result: Any) -> None:
@@ -243,8 +246,8 @@ class _KeptCode:
 class _LazyFunction:
     """A function that numba compiles when it is first called, so that importing a planner does not import numba."""
 
-    def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
-        self._function, self._options = function, options
+    def __init__(self, function: Callable[..., Any], options: dict[str, Any], is_announced: bool) -> None:
+        self._function, self._options, self._is_announced = function, options, is_announced
         self._package = _package_of(Path(function.__code__.co_filename).parent)
         update_wrapper(self, function)
 
@@ -269,12 +272,12 @@ class _LazyFunction:
                 names[name] = called.dispatcher
         function = update_wrapper(FunctionType(self._function.__code__, names), self._function)
         dispatcher = njit(nogil=True, **self._options)(function)
-        dispatcher._cache = _KeptCode(self._function.__code__)
+        dispatcher._cache = _KeptCode(self._function.__code__, self._is_announced)
         return dispatcher
 
 
-def _kept(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    return partial(_LazyFunction, options=options)
+def _kept(is_announced: bool = True, **options: Any) -> Callable[[Callable[..., Any]], Any]:
+    return partial(_LazyFunction, options=options, is_announced=is_announced)
 
 
 compiled = _kept()
@@ -282,6 +285,9 @@ compiled = _kept()
 # For loops that allocate no array: references to the arrays that they are given are not counted, which took half of
 # the time of a split. Such a function must not return one of them.
 borrowing = _kept(_nrt=False)
+
+# The same for functions that are compiled in a moment, so that no line says it.
+briefly_borrowing = _kept(is_announced=False, _nrt=False)
 
 # For small functions in inner loops, which become a part of the functions that call them.
 inlined = _kept(inline="always")

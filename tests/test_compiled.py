@@ -207,6 +207,15 @@ def test_the_first_call_says_that_it_compiles_and_ranks_other_than_the_first_do_
 
 
 @pytest.mark.ranks
+def test_functions_that_compile_in_a_moment_do_not_say_so(loops):
+    loops.program.write_text(
+        LOOPS.replace(" compiled\n", " briefly_borrowing\n").replace("@compiled", "@briefly_borrowing")
+    )
+    assert ends(loops.start("at the first call")) == (0, [])
+    assert ends(loops.start("at the first call")) == (1, [])
+
+
+@pytest.mark.ranks
 def test_code_that_cannot_be_kept_ends_nothing_and_a_line_names_the_folder(loops):
     """A limit on the size of files stands for the full disk."""
 

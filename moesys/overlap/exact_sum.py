@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moesys.compiled import borrowing
+from moesys.compiled import briefly_borrowing
 from moesys.frames import Position
 from moesys.kernels.launch import to_device
 from moesys.overlap.comm.channel import Channel
@@ -51,7 +51,7 @@ def row_sizes(rows_NA: Tensor) -> Tensor:
     return sizes_N.to(torch.promote_types(rows_NA.dtype, torch.float32)).nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
-@borrowing
+@briefly_borrowing
 def _largest_bits(bits_NA, largest_N, mask):  # type: ignore[no-untyped-def]
     for row in range(len(bits_NA)):
         largest = 0
@@ -83,14 +83,14 @@ def add_on_grid(total: Tensor, addend: Tensor, grid: float) -> None:
         _add_on_grid(total_N, wide_N.numpy(), _ROUNDER * grid)
 
 
-@borrowing
+@briefly_borrowing
 def _add_bfloat16_on_grid(total_N, bits_N, rounder):  # type: ignore[no-untyped-def]
     for place in range(len(total_N)):
         addend = np.uint32(np.uint32(bits_N[place]) << np.uint32(16)).view(np.float32)
         total_N[place] += (addend + rounder) - rounder
 
 
-@borrowing
+@briefly_borrowing
 def _add_on_grid(total_N, addend_N, rounder):  # type: ignore[no-untyped-def]
     for place in range(len(total_N)):
         total_N[place] += (addend_N[place] + rounder) - rounder
