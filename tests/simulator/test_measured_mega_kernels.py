@@ -29,8 +29,9 @@ MS = re.compile(r"([\d.]+) \[([\d.]+), ([\d.]+)\]")
 
 
 def cells(page: str) -> dict[str, list[str]]:
-    """Returns the cells of the rows of a page's tables, by their first cell."""
-    lines = [line for line in (MEASURED / page).read_text().splitlines() if line.startswith("| ")]
+    """Returns the cells of the rows of a page's measured tables, by their first cell."""
+    text = (MEASURED / page).read_text().partition("\n## Simulated")[0]
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
     rows = [[cell.strip().replace("\\_", "_") for cell in line.strip("|").split("|")] for line in lines]
     return {name: of for name, *of in rows}
 
