@@ -47,8 +47,8 @@ def with_fields(text: str, classes: dict[str, Any]) -> str:
 
 def with_names(text: str) -> str:
     """Returns a text whose tables between ``<!-- names: PAGE -->`` and ``<!-- end -->`` list what a page of
-    ``docs/api`` documents, except declarations: each name, which leads to its file, and the first sentence of its
-    docstring.
+    ``docs/api`` documents, except declarations that ``docs/strategy.md`` has: each name, which leads to its file, and
+    the first sentence of its docstring.
     """
     return NAMES.sub(lambda found: f"{found[1]}\n{_names(ROOT / 'docs' / 'api' / f'{found[2]}.md')}\n", text)
 
@@ -56,10 +56,15 @@ def with_names(text: str) -> str:
 def _names(page: Path) -> str:
     from moesys.config import Declaration
 
+    declared = (ROOT / "docs" / "strategy.md").read_text(encoding="utf-8")
     lines = ["| name | meaning |", "|---|---|"]
     for path in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE):
         value = pydoc.locate(path)
-        if isinstance(value, type) and issubclass(value, Declaration):
+        if (
+            isinstance(value, type)
+            and issubclass(value, Declaration)
+            and re.search(rf"[`.]{value.__name__}`", declared)
+        ):
             continue
         said = " ".join((inspect.getdoc(value) or "").partition("\n\n")[0].split())
         sentence = re.split(r"(?<=[.:]) (?=[A-Z`])", said)[0].rstrip(".:").replace("``", "`").replace("|", "\\|")
