@@ -259,10 +259,7 @@ def resumed(server: Server, job: Job, wanted: Any) -> None:
         server.run(replace(job, steps=job.steps + SAVE_EVERY))
     assert not temporary(job.folder)
     until_s = time.monotonic() + 10
-    # multiprocessing leaves its folder where a process is killed.
-    while (left := [name for name in os.listdir(job.folder / "tmp") if not name.startswith("pymp-")]) and (
-        time.monotonic() < until_s
-    ):
+    while (left := os.listdir(job.folder / "tmp")) and time.monotonic() < until_s:
         time.sleep(0.1)
     assert not left, left
 

@@ -4,7 +4,6 @@ call pure functions side by side, each with one thread in its libraries.
 
 import concurrent.futures
 import contextlib
-import pickle
 import socket
 import sys
 import threading
@@ -29,6 +28,7 @@ from moesys.lab.ranks.process import (
     ProcessSettings,
     ensure_server,
     kill_all,
+    pickled,
     stacks_of,
 )
 
@@ -170,7 +170,7 @@ class LocalRanks:
     ) -> list[T]:
         """Calls `fn(*args)` on each of the first `num_ranks` ranks (default: all) and returns the results by rank.
 
-        `fn` is a module-level function; it, `args` and the results are pickled.
+        `fn` is a module-level function; it, `args` and the results are pickled, tensors by value.
 
         Raises:
             RankError: a rank raised, died, or gave no answer within `timeout_s` seconds.
@@ -208,7 +208,7 @@ class LocalRanks:
         timeout_s = self._timeouts.run_s if timeout_s is None else timeout_s
         if not 1 <= num_ranks <= self.num_ranks:
             raise ValueError(f"num_ranks={num_ranks} must be between 1 and {self.num_ranks}, the ranks of the pool")
-        call = pickle.dumps((fn, args), protocol=5)
+        call = pickled((fn, args))
         with self._one_run, contextlib.ExitStack() as on_error:
             # All are killed too when the run itself breaks off, as by Ctrl-C, for nobody would read their answers.
             on_error.callback(kill_all, self._processes)
@@ -403,7 +403,7 @@ class Workers:
 
     def _ask(self, worker: int, function: Callable[..., Any], *args: Any) -> Outcome | None:
         """Returns None for a process that died, or whose answer cannot be read; the next call starts another one."""
-        job = Job(pickle.dumps((function, args), protocol=5), list(sys.path))
+        job = Job(pickled((function, args)), list(sys.path))
         process = self._processes.get(worker)
         try:
             outcome = process.ask(job) if process else None

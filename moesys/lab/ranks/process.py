@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import io
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.context
@@ -26,12 +27,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
 
-from moesys.files import number_set
+from moesys.files import FolderLock, number_set
 from moesys.lab.ranks.process_start import (
     LOOPBACK,
     MAIN_GUARD,
@@ -45,7 +47,8 @@ from moesys.torch_private import forget_meshes, num_process_groups
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOAD = ("numpy", "torch", "torch.distributed", __name__)
 _PR_SET_PDEATHSIG = 1
-# A path of temporary files has at most this many bytes, because the address of a socket below it has at most 107.
+_SERVER_FOLDER = "moesys-ranks-"
+# A path to that folder has at most this many bytes, because the address of a socket in it has at most 107.
 _LONGEST_PLACE = 64
 STORE_ADDRESS = "127.0.0.1"
 # Seconds that a process has, after all others have answered, to finish dying or to print its stacks.
@@ -107,13 +110,43 @@ class Job:
 
 def ensure_server(environment: Mapping[str, str], preload: Sequence[str]) -> None:
     """Starts the server that processes are forked from, with these variables and modules, if there is none yet."""
-    config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    if config.get("tempdir") is None and len(os.fsencode(tempfile.gettempdir())) > _LONGEST_PLACE:
-        config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")
-        multiprocessing.util.Finalize(None, shutil.rmtree, args=(config["tempdir"], True), exitpriority=-100)
+    _give_server_a_folder()
     with variables_set({**environment, **threads_of(1)}), stop_signals_blocked():
         _CONTEXT.set_forkserver_preload([*_PRELOAD, *preload])
         multiprocessing.forkserver.ensure_running()
+
+
+def _give_server_a_folder() -> None:
+    """Makes the folder of the server's socket, and removes those of processes that were killed.
+
+    The folders that multiprocessing makes by itself, ``pymp-*``, stay for ever when a process is killed.
+    """
+    config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    if config.get("tempdir") is not None:
+        return
+    place = tempfile.gettempdir()
+    if len(os.fsencode(place)) > _LONGEST_PLACE:
+        place = "/tmp"
+    for left in Path(place).glob(f"{_SERVER_FOLDER}*"):
+        with contextlib.suppress(OSError, ValueError):
+            if left.lstat().st_uid == os.getuid() and not left.is_symlink():
+                with FolderLock(left) as lock:
+                    if lock.is_locked:
+                        shutil.rmtree(left)
+    for _ in range(100):
+        folder = Path(tempfile.mkdtemp(prefix=_SERVER_FOLDER, dir=place))
+        # Another process may have taken it for one that was left.
+        with contextlib.suppress(OSError, ValueError):
+            lock = FolderLock(folder)
+            multiprocessing.util.Finalize(None, _remove_folder, args=(folder, lock), exitpriority=-100)
+            config["tempdir"] = str(folder)
+            return
+    raise OSError(f"other processes remove every new folder in {place}; set TMPDIR to another one")
+
+
+def _remove_folder(folder: Path, lock: FolderLock) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    lock.close()
 
 
 @dataclass(frozen=True)
@@ -200,6 +233,39 @@ def stacks_of(processes: Sequence[ChildProcess]) -> dict[int, str]:
     return stacks
 
 
+def pickled(value: Any) -> bytes:
+    """Pickles ``value``, tensors by value, for ``pickle.loads`` in another process."""
+    buffer = io.BytesIO()
+    _ByValuePickler(buffer, protocol=5).dump(value)
+    return buffer.getvalue()
+
+
+class _ByValuePickler(pickle.Pickler):
+    """Pickles a plain CPU tensor as its own values.
+
+    That is several times faster than by its storage, and a small view of a large storage stays small.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        if (
+            type(value) is not torch.Tensor
+            or value.device.type != "cpu"
+            or value.layout is not torch.strided
+            or value.requires_grad
+            or value.is_quantized
+            or value.is_complex()
+        ):
+            return NotImplemented
+        bytes_n: Any = value.contiguous().reshape(-1).view(torch.uint8).numpy()
+        return _tensor_of_bytes, (pickle.PickleBuffer(bytes_n), value.dtype, tuple(value.shape))
+
+
+def _tensor_of_bytes(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if not data:
+        return torch.zeros(shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype).reshape(shape)
+
+
 # --- in the process -----------------------------------------------------------------------------------------------
 
 
@@ -269,7 +335,7 @@ def _answer(
         begin_s = time.monotonic()
         result = fn(*args)
         end_s = time.monotonic()
-        return Outcome(rank, "returned", end_s - begin_s, end_s, pickle.dumps(result, protocol=5))
+        return Outcome(rank, "returned", end_s - begin_s, end_s, pickled(result))
     except Exception as error:
         end_s, reason = time.monotonic(), f"raised {first_line(error)}"
         return Outcome(rank, "raised", end_s - begin_s, end_s, reason=reason, trace=traceback.format_exc())

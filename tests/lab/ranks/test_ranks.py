@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from multiprocessing import Pipe
 from pathlib import Path
@@ -341,6 +342,45 @@ def test_ranks_and_their_store_listen_on_loopback_only() -> None:
         ]
     assert addresses
     assert not [address for address in addresses if address not in loopback]
+
+
+KILLED_WITH_RANKS = """
+import os, signal, sys
+import torch.distributed as dist
+from moesys.lab.ranks.pool import LocalRanks
+if __name__ == "__main__":
+    ranks = LocalRanks(1)
+    assert ranks.run(dist.get_rank) == [0]
+    print(*sorted(os.listdir(os.environ["TMPDIR"])), flush=True)
+    if sys.argv[1] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    ranks.close()
+"""
+
+
+@pytest.mark.slow
+def test_what_a_killed_process_left_in_temporary_folders_is_removed_by_the_next(tmp_path):
+    """A link that somebody else made there is not followed. The address of a socket is too long below ``tmp_path``."""
+    script, victim = tmp_path / "script.py", tmp_path / "victim"
+    script.write_text(KILLED_WITH_RANKS)
+    victim.mkdir()
+    (victim / "precious").write_text("")
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:
+        Path(place, "moesys-ranks-link").symlink_to(victim)
+        found = []
+        for how in ("killed", "ends"):
+            done = subprocess.run(
+                [sys.executable, script, how],
+                env={**os.environ, "TMPDIR": place},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            found.append(done.stdout.split())
+            assert done.returncode == (-signal.SIGKILL if how == "killed" else 0), done.stderr
+        assert [len(folders) for folders in found] == [2, 2]
+        assert set(found[0]) & set(found[1]) == {"moesys-ranks-link"} == set(os.listdir(place))
+    assert [path.name for path in victim.iterdir()] == ["precious"]
 
 
 def test_a_rank_whose_parent_was_stopped_while_it_started_ends_without_a_traceback(monkeypatch):
