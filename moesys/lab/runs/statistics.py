@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 # Even the clearest difference of 5 seeds has p = 2 / 2^5 > 0.05.
 MIN_SEEDS = 6
-# The factor of Student's interval is 12.7 for two ratios, whose interval says nothing, and 4.3 for three.
-_SEEDS_OF_INTERVAL = 3
 CONFIDENCE = 0.95
 # All ways to flip the signs of this many seeds are counted; for more seeds, as many ways are drawn.
 _EXACT_SEEDS = 16
@@ -27,7 +25,7 @@ Verdict = Literal["faster", "slower", "~", "too few seeds to tell"]
 class PairedRatio:
     """How many times faster than a baseline: the geometric mean over seeds of baseline time / own time.
 
-    low, high: its 95 % interval; None for one or two seeds, which tell nothing about the spread.
+    low, high: its 95 % interval; None for a single seed, which tells nothing about the spread.
     p: two-sided, of the sign-flip test that the mean logarithm of the ratios is 0.
     """
 
@@ -38,7 +36,7 @@ class PairedRatio:
     p: float
 
     def __format__(self, form: str) -> str:
-        """Returns ``1.23 [1.10, 1.38]``, whose numbers have the form; two seeds have no interval."""
+        """Returns ``1.23 [1.10, 1.38]``, whose numbers have the form; a single seed has no interval."""
         return f"{self.estimate:{form}}" + ("" if self.low is None else f" [{self.low:{form}}, {self.high:{form}}]")
 
     @property
@@ -77,7 +75,7 @@ def paired_ratio(
     log_N = np.log(list(ratios.values()))
     n, mean = len(log_N), float(log_N.mean())
     low, high = None, None
-    if n >= _SEEDS_OF_INTERVAL:
+    if n > 1:
         # This import is here because only tables of several seeds need scipy.
         from scipy import stats
 

@@ -69,13 +69,10 @@ def test_seeds_that_both_have_are_paired_by_the_medians_of_their_samples():
     assert ratio(one_each(2, 20, 200), one_each(1, 10, 100)) == ratio(one_each(2, 2, 2), one_each(1, 1, 1))
 
 
-@pytest.mark.parametrize(("n", "p"), [(1, 1.0), (2, 0.5)])
-def test_two_seeds_have_no_interval(n, p):
-    found = ratio(one_each(*[3, 30][:n]), one_each(*[2, 20][:n]))
+def test_one_seed_has_no_interval():
+    found = ratio(one_each(3), one_each(2))
     assert found.estimate == pytest.approx(1.5)
-    assert (found.low, found.high, found.p) == (None, None, p)
-    assert found.verdict == "too few seeds to tell"
-    assert ratio(one_each(3, 30, 300), one_each(2, 20, 200)).low == pytest.approx(1.5)
+    assert (found.low, found.high, found.p, found.verdict) == (None, None, 1.0, "too few seeds to tell")
 
 
 @pytest.mark.parametrize(
