@@ -86,8 +86,8 @@ class Tolerances:
         """Returns the largest relative error that is rounding."""
         spreads = self._spreads[stage]
         least = self.largest if stage in ("logged", "norm", "evaluation") else self.least
-        # A clip may return float32, and an update is enlarged by the optimizer.
-        enlarged = 0.0 if stage == "gradient" else 1e-6
+        # A clip may return float32, and an optimizer divides elements near zero, and their rounding, by their own size.
+        enlarged = {"gradient": 0.0, "update": 1e-6 if self.note_below else 1e-4}.get(stage, 1e-6)
         return max(32 * spreads.get(name, 0.0), 32 * median(spreads.values() or [0.0]), least, enlarged)
 
 

@@ -82,12 +82,12 @@ def megatron_grouped(world: verify.World) -> verify.Setup:
 
 @verify.check(ranks=2, dtype=torch.float32, supports=("recomputation",))
 def megatron_tp(world: verify.World) -> verify.Setup:
-    return gpt(world, tp=2)
+    return gpt(world, tp=2, moe_shared_expert_intermediate_size=24)
 
 
 @verify.check(ranks=4, dtype=torch.float32)
 def megatron_four(world: verify.World) -> verify.Setup:
-    return gpt(world, tp=2)
+    return gpt(world, tp=2, moe_shared_expert_intermediate_size=24)
 
 
 @verify.check(ranks=2, dtype=torch.float32)

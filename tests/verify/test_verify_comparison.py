@@ -76,11 +76,18 @@ def test_equal_records_differ_nowhere() -> None:
 
 @pytest.mark.parametrize(
     ("stage", "name"),
-    [*((s, "weight") for s in ("gradient", "clipped", "update")), ("logged", "loss"), ("norm", "norm")],
+    [*((s, "weight") for s in ("gradient", "clipped")), ("logged", "loss"), ("norm", "norm")],
 )
 def test_the_tolerance_is_32_times_the_reference_s_own_rounding(stage: str, name: str) -> None:
     assert [finding.stage for finding in compared(scaled(stage, name, 1 + 40 * SPREAD)).findings] == [stage]
     assert compared(scaled(stage, name, 1 + 25 * SPREAD)).findings == []
+
+
+def test_an_update_in_float32_has_more_room_as_optimizers_enlarge_the_rounding_of_elements_near_zero() -> None:
+    assert compared(scaled("update", "weight", 1 + 9e-5)).findings == []
+    for error, dtype in ((1.1e-4, torch.float32), (9e-5, torch.float64)):
+        found = compared(scaled("update", "weight", 1 + error), dtype).findings
+        assert [finding.stage for finding in found] == ["update"]
 
 
 def test_what_float32_rounds_in_float64_is_a_note() -> None:
