@@ -60,7 +60,7 @@ BUDGETS = {
     "moesys, entry points": Budget(275, 4),
     "benchmarks": Budget(7_330, 56),
     "experiments": Budget(1_396, 15),
-    "tests": Budget(42_943, 321),
+    "tests": Budget(42_948, 321),
 }
 TOTAL = Budget(38_050, 240)
 OUTSIDE = ("benchmarks", "experiments", "tests")
