@@ -204,9 +204,7 @@ class _KeptCode:
         if _refused.get() == "compiling":
             raise _NotCompiledError
         if self._is_announced:
-            _say_once(
-                "compiling", "moesys compiles its inner loops, which takes about two minutes, once per installation"
-            )
+            _say_once("compiling", "moesys compiles its loops, which takes about two minutes, once per installation")
         return None
 
     def save_overload(self, signature: Any, result: Any) -> None:

@@ -154,7 +154,7 @@ if sys.argv[1:] != ["at the first call"]:
 assert int(doubled(3)) == 6
 print(sum(doubled.dispatcher.stats.cache_hits.values()))
 """
-COMPILES = "moesys compiles its inner loops, which takes about two minutes, once per installation"
+COMPILES = "moesys compiles its loops, which takes about two minutes, once per installation"
 
 
 class Loops:

@@ -339,8 +339,7 @@ def _speedup(of: StepDraws, baseline: StepDraws) -> str:
         return "1.00"
     own_ms, baseline_ms = ({place: [ms] for place, ms in enumerate(one.figures["step_ms"])} for one in (of, baseline))
     ratio = paired_ratio(baseline_ms, own_ms)
-    assert ratio is not None
-    return f"{ratio.estimate:.2f}" if ratio.n == 1 else ratio_words(ratio)
+    return "" if ratio is None else f"{ratio.estimate:.2f}" if ratio.n == 1 else ratio_words(ratio)
 
 
 def _path_words(of: StepDraws) -> str:

@@ -113,8 +113,11 @@ class Row:
         return f"<Row: {self.words}>"
 
     def speedup_over(self, other: Row) -> PairedRatio | None:
-        """Returns the ratio of step times, paired by seed; None if no seed has both."""
-        return paired_ratio(other.samples.get(SPEED, {}), self.samples.get(SPEED, {}))
+        """Returns the ratio of step times, paired by seed; None if no seed has both. Two seeds have no interval, as
+        Student's factor for them is 12.7, and 4.3 for three.
+        """
+        ratio = paired_ratio(other.samples.get(SPEED, {}), self.samples.get(SPEED, {}))
+        return replace(ratio, low=None, high=None) if ratio and ratio.n < 3 else ratio
 
     def is_faster_than(self, other: Row) -> bool:
         ratio = self.speedup_over(other)

@@ -33,6 +33,7 @@ _OTHERS = {
     "model.json": "a simulated model, whose steps are in its model.json",
     "cluster.toml": "a calibration, whose cluster.toml is for moesys simulate --cluster",
     INDEX_FILE: "a folder of several, which moesys report lists",
+    "*/rank-*.jsonl": "a folder of watched trainings, which moesys report lists",
     ".lock": "a run that was stopped before it began, or begins now",
 }
 # JSON has no number for an infinite loss or NaN: it is written as a string.

@@ -246,7 +246,7 @@ def watched_sheet(trainings: Mapping[str, Mapping[str, WatchedRun]]) -> Sheet:
     by = f"blocks of {num_steps // blocks} steps or fewer" if blocks else "seeds, the subfolders of one name"
     notes = [
         f"Speed-up: the step time of {baseline.name} divided by that of the training: geometric mean over n {by}, with "
-        "its 95 % interval (Student's t on logarithms). ~: the interval contains 1. ?: n is below 6.",
+        "its 95 % interval (Student's t on logarithms). ~: the interval contains 1. ?: n is below 6, so undecided.",
         f"Agreement: largest relative difference of a loss from that of {baseline.name}, over {num_steps:,} steps, the "
         "shortest training. The first tenth is not timed.",
         "This assumes one model, data, batch and machine, on which nothing else ran"

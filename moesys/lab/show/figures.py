@@ -72,8 +72,8 @@ _SHORT_SPAN_SHARE = 0.002
 _LETTER_SHARE = 0.008
 _LEGEND_COLUMNS = 7
 _PASS = re.compile(r"layer (\d+) (forward|recomputation|backward)(?: \d+)?(.*)")
-# The width in inches is that of a telephone.
-_FOREST_WIDTH, _FOREST_ROW = 4.7, 0.36
+# The width in inches is that of a telephone; long names need more for each character.
+_FOREST_WIDTH, _FOREST_ROW, _CHARACTER = 4.7, 0.36, 0.075
 # A wider range of ratios has a logarithmic axis.
 _LINEAR_RANGE = 4.0
 
@@ -308,7 +308,9 @@ def draw_forest(
     """Draws a ratio with its interval on each line, below its name and ``words``, and a line at 1. ``single``: the
     ratios of single seeds by name, which are small dots below the interval. ``new``: makes the figure.
     """
-    drawn = new(figsize=(_FOREST_WIDTH, _FOREST_ROW * len(ratios) + 0.9), layout="constrained")
+    names = [f"{short(name)}  {words(ratio)}" for name, ratio in ratios.items()]
+    width = max(_FOREST_WIDTH, _CHARACTER * max(map(len, names)))
+    drawn = new(figsize=(width, _FOREST_ROW * len(ratios) + 0.9), layout="constrained")
     axes = drawn.subplots()
     ends, rows = [1.0], np.arange(len(ratios))
     # The line is drawn beside the dots only, because it would run through the names.
@@ -321,7 +323,8 @@ def draw_forest(
         if dots := (single or {}).get(name):
             ends += dots
             axes.plot(list(dots), [row + 0.17] * len(dots), "o", color=GREY, markersize=2.5)
-        axes.text(0, row - 0.42, f"{short(name)}  {words(ratio)}", transform=axes.get_yaxis_transform(), va="center")
+        # The layout would make the axes narrower where it makes room for names.
+        axes.text(0, row - 0.42, names[row], transform=axes.get_yaxis_transform(), va="center", in_layout=False)
     if (range_of_ratios := max(ends) / min(ends)) > _LINEAR_RANGE:
         axes.set_xscale("log")
         subs = (1, 1.5, 2, 3, 5, 7) if range_of_ratios < _LINEAR_RANGE**2 else (1, 3)

@@ -33,7 +33,10 @@ from moesys.timeline import Timeline
 _INK = "#010203"
 PAGE_STYLE: dict[Any, Any] = STYLE | {
     "savefig.transparent": True,
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _INK),
+    "grid.alpha": 0.35,
+    **dict.fromkeys(
+        ("text.color", "axes.labelcolor", "axes.edgecolor", "grid.color", "xtick.color", "ytick.color"), _INK
+    ),
 }
 # Sizes in inches, and the least and the most pixels per point of a figure: below the least its texts are illegible.
 _WIDTH, _CURVE_HEIGHT, _LEAST_HEIGHT = 9.6, 2.2, 1.7
@@ -394,7 +397,7 @@ def token_map(tokens_E: Mapping[int, IntArray]) -> str:
         share_LE[row, : len(of_layer_E)] = of_layer_E / max(of_layer_E.mean(), 1e-300)
     experts = np.arange(share_LE.shape[1] + 1) - 0.5, [f"expert {expert}" for expert in range(share_LE.shape[1])]
     rows = [f"layer {layer}" for layer in tokens_E]
-    return heat_map(share_LE, rows, experts, (0.0, 2.0), ("expert", "tokens over the mean"))
+    return heat_map(share_LE, rows, experts, (0.0, 2.0), ("expert", "tokens / mean"))
 
 
 def timelines(panels: Sequence[TimelinePanel], title: str) -> str:

@@ -132,7 +132,14 @@ def test_names_of_any_language_are_text_in_figures_without_a_warning(name, tmp_p
     shown = name if len(name) <= 60 else name[:59] + "…"
     steps = Bins.of(np.arange(3))
     assert shown in curves(steps, {"ep": np.arange(3.0), name: np.arange(3.0) + 1}, "ms")
-    if len(name) < 60:  # longer ones leave no room for a plot
-        with style():
-            save(forest(**{name: RATIO}), tmp_path / "chart")
-        assert shown in (tmp_path / "chart.svg").read_text()
+    with style():
+        save(forest(**{name: RATIO}), tmp_path / "chart")
+    assert shown in (tmp_path / "chart.svg").read_text()
+
+
+def test_a_long_name_is_whole_and_does_not_make_a_forest_narrower():
+    figure = forest(**{"eplb(num_groups=8, hierarchical=True) + proportional": RATIO})
+    figure.draw_without_rendering()
+    (axes,), (name,) = figure.axes, figure.axes[0].texts
+    assert name.get_window_extent().x1 < figure.bbox.width
+    assert axes.bbox.width > 0.9 * figure.bbox.width

@@ -117,6 +117,7 @@ def test_report_takes_any_folder_and_names_what_it_cannot_read(tmp_path, capsys)
     torn = written(experiment(name="torn"), runs, ep=10.0, fsep=5.0)
     (torn / "records.jsonl").write_text("{}\n")
     write_run(runs / "watched", num_steps=3, num_layers=1)
+    write_run(runs / "seeds" / "seed-0", num_steps=3, num_layers=1)
     (runs / "photos").mkdir()
     (runs / "begun").mkdir()
     (runs / "begun" / "rank-0000.jsonl").touch()
@@ -138,7 +139,7 @@ def test_report_takes_any_folder_and_names_what_it_cannot_read(tmp_path, capsys)
         "records.jsonl",
     ):
         assert words in text
-    assert "photos: not written by moesys." in page
+    assert "photos: not written by moesys; seeds: a folder of watched trainings, which moesys report lists." in page
     (runs / "index.html").write_text("<title>Home</title>")
     for path, message in (
         (torn, "records.jsonl"),

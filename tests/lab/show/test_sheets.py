@@ -76,6 +76,7 @@ def test_a_mark_is_explained_where_it_is_shown_and_the_tolerance_is_that_of_the_
     assert "~: " not in notes
     of = experiment()
     assert "~: " not in str(legend(compare_records(of, records(of, MS))))
+    of = experiment(seeds=(0, 1, 2))
     assert "?: " not in str(legend(compare_records(of, records(of, MS | {"fsep": 10.0}, 0.1))))
 
 

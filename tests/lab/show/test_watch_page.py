@@ -268,6 +268,16 @@ def test_trainings_of_several_seeds_are_paired_by_the_names_of_their_folders(tmp
     assert "one model, data, batch and machine" in table["notes"][-1]
 
 
+def test_trainings_of_two_seeds_have_no_interval(tmp_path: Path) -> None:
+    """Student's would go from 0.00 to 1,241 here."""
+    for seed, slow in enumerate((1.0, 3.0)):
+        with_step_ms(tmp_path / "ep" / f"seed-{seed}", lambda _: 100.0)
+        with_step_ms(tmp_path / "fsep" / f"seed-{seed}", lambda _, slow=slow: 50 * slow)
+    table = compared(tmp_path / "ep", tmp_path / "fsep")
+    assert [row["speedup"] for row in table["rows"]] == ["baseline", "? 1.15"]
+    assert "?: n is below 6, so undecided." in table["notes"][0]
+
+
 def test_what_is_no_pair_of_watched_trainings_is_refused_in_words(tmp_path: Path) -> None:
     with_step_ms(tmp_path / "ep", lambda _: 1.0)
     alone = CliRunner().invoke(app, ["compare", str(tmp_path / "ep")])
