@@ -67,7 +67,7 @@ def _names(page: Path) -> str:
         ):
             continue
         said = " ".join((inspect.getdoc(value) or "").partition("\n\n")[0].split())
-        sentence = re.split(r"(?<=[.:]) (?=[A-Z`])", said)[0].rstrip(".:").replace("``", "`").replace("|", "\\|")
+        sentence = re.split(r"(?<=[.:;]) ", said)[0].rstrip(".:;").replace("``", "`").replace("|", "\\|")
         name, module = path.rpartition(".")[2], inspect.getmodule(value) if callable(value) else value
         file = Path(inspect.getsourcefile(module) or "").relative_to(ROOT).as_posix()
         lines.append(f"| [`{name}`](../{file}) | {sentence} |")

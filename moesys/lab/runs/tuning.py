@@ -48,8 +48,9 @@ _MOST_DRAWS = 8
 
 @dataclass(frozen=True, repr=False)
 class TuneResult(Display):
-    """``path``: the folder with ``tuned.toml``, the strategy and its reasons; ``experiment.toml``, the experiment with
-    the strategy as its last, for ``moesys run`` and ``explain``; and ``journal.jsonl``.
+    """The result of ``tune``. ``path``: the folder with ``tuned.toml``, the strategy and its reasons;
+    ``experiment.toml``, the experiment with the strategy as its last, for ``moesys run`` and ``explain``; and
+    ``journal.jsonl``.
     """
 
     tuned: TunePick
