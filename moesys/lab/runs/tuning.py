@@ -120,11 +120,14 @@ def tune(
     timed, threads = python_value((MOST_TRIALS * trains if timed is None else timed, threads))
     bounds = SearchBounds(**python_value(vars(bounds or SearchBounds())))
     _check(experiment, timed, bounds)
-    deadline, jobs = Deadline(bounds.minutes), num_workers(bounds.jobs)
+    jobs = num_workers(bounds.jobs)
     with sigterm_as_ctrl_c(), closing(place_for(experiment, threads)) as place:
         if not place.writes:
             return _follow(place, experiment)
         try:
+            # Compiling, once per installation, takes none of the minutes of the search.
+            warm_up()
+            deadline = Deadline(bounds.minutes)
             with ExitStack() as opened:
                 folder = opened.enter_context(closing(_Folder(experiment, Path(out), fresh, threads, bounds.seeds)))
                 ranks = _Ranks(place, experiment)

@@ -18,7 +18,7 @@ from runner_cases import EP, FSEP, simulation, training
 
 from moesys import ClusterSpec, Ep, Experiment, Fsep, Generated, Replay, SearchBounds, Space, Strategy, tune
 from moesys.lab.commands.tune import tune_sheets
-from moesys.lab.runs import environment
+from moesys.lab.runs import environment, tuning
 from moesys.lab.runs.declarations import load_experiment
 from moesys.lab.runs.trials import run_simulated
 from moesys.lab.runs.tuning import decision
@@ -285,6 +285,11 @@ def test_a_limit_of_minutes_holds_and_the_same_call_goes_on(searched, tmp_path, 
     stopped = tune(simulation(), SPACE, SearchBounds(6, minutes=1), out=tmp_path)
     assert stopped.tuned.search.not_seen
     assert "Stopped when the time was over" in (stopped.path / "tuned.toml").read_text()
+    # Compiling loops takes longer here.
+    compiled = []
+    monkeypatch.setattr(tuning, "warm_up", lambda: compiled.extend(next(seconds) for _ in range(100)))
+    again = tune(simulation(), SPACE, SearchBounds(6, minutes=1), out=tmp_path / "compiled")
+    assert (len(compiled), again.tuned.search.num_points) == (100, stopped.tuned.search.num_points)
     found = tune(simulation(), SPACE, SearchBounds(6), out=tmp_path)
     assert "Stopped when the time was over" not in (found.path / "tuned.toml").read_text()
     assert (found.tuned.strategy, found.tuned.speedup) == (searched.tuned.strategy, searched.tuned.speedup)
