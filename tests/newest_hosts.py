@@ -12,13 +12,10 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.metadata import Distribution, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from xml.etree import ElementTree
 
 from packaging.version import Version
 
@@ -31,22 +28,6 @@ HOSTS: dict[str, tuple[str, ...]] = {
     "trl": ("tests/hf/test_trl.py", "-m", "slow"),
     "torchtitan": ("tests/torchtitan",),
 }
-
-
-@dataclass(frozen=True)
-class HostResult:
-    """What became of one host.
-
-    pinned, newest: versions, "none" where there is none. outcome: how many tests passed and failed, or why none ran.
-    failures: tests that failed, each with the first line of its error.
-    """
-
-    host: str
-    pinned: str
-    newest: str
-    outcome: str
-    failures: Sequence[tuple[str, str]] = ()
-    broken: bool = True
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,41 +44,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("pytest", nargs="*", help="more arguments of pytest, after --")
     given = parser.parse_args(arguments)
-    results = []
-    for host in dict.fromkeys(given.host or HOSTS):
-        started = time.monotonic()
-        result = tested(host, given.folder.absolute() / host, given.pytest)
-        results.append(result)
-        print(f"{host}: {result.outcome} in {time.monotonic() - started:.0f} s", flush=True)
-    print(summary(results))
-    return int(any(result.broken for result in results))
+    hosts = dict.fromkeys(given.host or HOSTS)
+    outcomes = {host: tested(host, given.folder.absolute() / host, given.pytest) for host in hosts}
+    for host, (_, outcome) in outcomes.items():
+        print(f"{host}, of which {version_in(INSTALLED, host)} is pinned: {outcome}")
+    return int(any(broke for broke, _ in outcomes.values()))
 
 
-def tested(host: str, folder: Path, more: Sequence[str]) -> HostResult:
-    """Returns the result of the tests of ``host`` with its newest release, which is put into ``folder``.
+def tested(host: str, folder: Path, more: Sequence[str]) -> tuple[bool, str]:
+    """Tests ``host`` with its newest release, which is put into ``folder``, where pytest names what broke. Returns
+    whether something did, and a line.
 
     more: arguments of pytest.
     """
-    pinned, newest = version_in(INSTALLED, host), "none"
     try:
         newest = newest_release(host)
         install(host, newest, folder)
     except ValueError as error:
-        return HostResult(host, pinned, newest, "not installed", [("pip", str(error))])
-    print(f"{host}: testing {newest}; pinned is {pinned}", flush=True)
-    report = folder / "tests.xml"
+        return True, f"the newest release is not installed: {error}"
     paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
-    # With -v, files are named while they run. xunit1 is the form that has the file of each test.
-    command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", *HOSTS[host], *more]
-    command += [f"--junitxml={report}", "-o", "junit_family=xunit1"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-m", "pytest", "-rfE", "--tb=short", "-p", "no:cacheprovider", *HOSTS[host], *more]
+    # The lines of what failed are cut at the width of a terminal.
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "300"}
     code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
-    if not report.exists():
-        return HostResult(host, pinned, newest, f"pytest ended with {code}")
-    passed, failures = outcomes(report)
-    # pytest ends with another code than 1 where no test ran, too.
-    outcome = f"{passed} passed, {len(failures)} failed" if code in (0, 1) or failures else f"pytest ended with {code}"
-    return HostResult(host, pinned, newest, outcome, failures, broken=code != 0)
+    return code != 0, f"tests of {newest} " + (f"failed, and pytest ended with {code}" if code else "passed")
 
 
 def version_in(paths: Sequence[str], name: str) -> str:
@@ -155,33 +125,6 @@ def pip(arguments: Sequence[str]) -> None:
         print("\n".join(lines), flush=True)
         errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
         raise ValueError([*errors, *lines, f"pip ended with {done.returncode}"][0])
-
-
-def outcomes(report: Path) -> tuple[int, list[tuple[str, str]]]:
-    """Returns how many tests passed, and those that failed with the first line of their error."""
-    passed, failures = 0, []
-    for case in ElementTree.parse(report).iter("testcase"):
-        found = {each.tag: each for each in case}
-        if (failed := found.get("failure", found.get("error"))) is not None:
-            name = "::".join(filter(None, [case.get("file"), case.get("name")]))
-            lines = [line[1:].strip() for line in (failed.text or "").splitlines() if line.startswith("E ")]
-            failures.append((name, next(iter(lines or failed.get("message", "").splitlines()), "no message")))
-        else:
-            passed += "skipped" not in found
-    return passed, failures
-
-
-def summary(results: Sequence[HostResult]) -> str:
-    """Returns a table of hosts, and behind it the failures of each."""
-    rows = [("host", "pinned", "newest", "tests")]
-    rows += [(result.host, result.pinned, result.newest, result.outcome) for result in results]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["", *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)]
-    for result in results:
-        if result.broken:
-            lines += ["", f"{result.host} {result.newest}: {result.outcome}"]
-            lines += [f"  {test}\n      {error}" for test, error in result.failures]
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":
