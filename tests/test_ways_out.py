@@ -37,6 +37,7 @@ from benchmarks.leaderboard.workloads import recorded_in, settings
 from benchmarks.planner_scale import load_peer
 from benchmarks.seconds_certificate import certify_seconds
 from benchmarks.shaped import cases as shaped
+from moesys import verify
 from moesys.__main__ import COMMANDS
 from moesys.balance.flow.max_load import min_max_load
 from moesys.config.member import RECORDED
@@ -67,11 +68,13 @@ from moesys.lab.runs.places import num_workers, place_for
 from moesys.lab.runs.records import RunFolder
 from moesys.lab.runs.runner import RunResult
 from moesys.lab.runs.slurm import slurm_of
+from moesys.lab.runs.statistics import paired_ratio
 from moesys.lab.runs.trials import routing_of
 from moesys.lab.runs.tuning import JOURNAL, tune
 from moesys.lab.runs.watched_run import read_watched_run
 from moesys.lab.show.figures import TimelinePanel, draw_timelines
-from moesys.lab.train.text import load_files
+from moesys.lab.train.text import Text, load_files
+from moesys.moe.masters import Part
 from moesys.overlap.device_routes import device_split, split_tables
 from moesys.simulator.mega_pass import TileSizes
 from moesys.simulator.model.model_cost import model_flops_per_token
@@ -205,6 +208,24 @@ def tuned(of: ms.Experiment | None = None, space: ms.Space | None = None, **opti
 
 def moe(**options: Any) -> ms.MoELayer:
     return ms.MoELayer(shape(dtype="float32"), strategy(), **options)
+
+
+# What the router of five tokens gives to experts, and a host's experts.
+X, IDS, WEIGHTS = torch.ones(5, 16), torch.tensor([[0, 1]] * 5), torch.ones(5, 2)
+UP, DOWN = torch.zeros(8, 12, 16), torch.zeros(8, 16, 12)
+FUSED: dict[str, Any] = {"gate_up": torch.zeros(8, 24, 16), "down": DOWN}
+APART: dict[str, Any] = {"gate": UP, "up": UP, "down": DOWN}
+MEGA = ms.MegaKernel()
+
+
+def experts(parts: dict[str, Any] | None = None, of: ms.Strategy | None = None, **options: Any) -> ms.Experts:
+    """Experts of their own, or those that a host holds as ``parts``."""
+    outside = None if parts is None else ms.OutsideExperts(lambda: parts, **options)
+    return ms.Experts(shape(intermediate_size=12, dtype="float32"), of or strategy(), outside=outside)
+
+
+def muon(of: Any = None, **options: Any) -> ms.Muon:
+    return ms.Muon(of or nn.Linear(4, 4), **options)
 
 
 def linear() -> nn.Module:
@@ -382,7 +403,7 @@ def test_a_way_out_leads_out(wrong, words, ways, prepared, tmp_path, monkeypatch
         assert moesys(*wrong.split()[2:]) == 2
         said = " ".join(capsys.readouterr().err.replace("│", " ").split())
     else:
-        with pytest.raises((ValueError, TypeError, KeyError, typer.BadParameter)) as error:
+        with pytest.raises((ValueError, TypeError, KeyError, RuntimeError, typer.BadParameter)) as error:
             eval(wrong, globals())
         said = str(error.value)
     assert words in said

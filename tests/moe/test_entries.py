@@ -31,40 +31,8 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
 
 
 X, IDS, WEIGHTS = inputs()
-SHAPES = r"give \[T, 32\], \[T, 2\] and \[T, 2\] for T tokens, as the layer has hidden_size=32 and top_k=2"
 
 NO_EXPERT = r"expert_TK has choices that name no expert \(1 of 24\), and the 4 experts of layer 0 have ids from 0 to 3"
-
-# Each case has the arguments of Experts.forward, the error, and a part of its message.
-WRONG: dict[str, tuple[tuple[Any, Any, Any], type[Exception], str]] = {
-    "ids of fewer tokens": ((X, IDS[:-2], WEIGHTS), ValueError, r"expert_TK \(10, 2\).*" + SHAPES),
-    "ids of more tokens": ((X[:-2], IDS, WEIGHTS), ValueError, SHAPES),
-    "weights of fewer tokens": ((X, IDS, WEIGHTS[:-1]), ValueError, r"weight_TK \(11, 2\)"),
-    "one weight a token": ((X, IDS, WEIGHTS[:, :1]), ValueError, r"weight_TK \(12, 1\)"),
-    "another top-k": ((X, IDS[:, :1], WEIGHTS[:, :1]), ValueError, SHAPES),
-    "another H": ((X[:, :16], IDS, WEIGHTS), ValueError, r"x_TH has shape \(12, 16\)"),
-    "a batch dimension": ((X[None], IDS[None], WEIGHTS[None]), ValueError, r"x_TH has shape \(1, 12, 32\)"),
-    "no dimension": ((X[0, 0], IDS, WEIGHTS), ValueError, SHAPES),
-    "ids in floats": ((X, IDS.float(), WEIGHTS), TypeError, "expert_TK has dtype torch.float32; give the ids"),
-    "ids in booleans": ((X, IDS.bool(), WEIGHTS), TypeError, "expert_TK has dtype torch.bool"),
-    "weights in integers": ((X, IDS, IDS), TypeError, "weight_TK has dtype torch.int64; give a floating-point"),
-    "x in integers": ((X.long(), IDS, WEIGHTS), TypeError, "x_TH has dtype torch.int64, and the layer computes in flo"),
-    "x in complex numbers": ((X.cfloat(), IDS, WEIGHTS), TypeError, "x_TH has dtype torch.complex64"),
-    "x that would be rounded": ((X.double(), IDS, WEIGHTS), TypeError, "x_TH has dtype torch.float64"),
-    "x on no device": ((X.to("meta"), IDS, WEIGHTS), TypeError, "x_TH has no values"),
-    "sparse x": ((X.to_sparse(), IDS, WEIGHTS), TypeError, "x_TH is a sparse tensor"),
-    "a list": ((X.tolist(), IDS, WEIGHTS), TypeError, "x_TH is a list; give this rank's own part as a dense"),
-    "an id of -1": ((X, IDS.clone().fill_(-1), WEIGHTS), ValueError, "the id -1, and the 4 experts of layer 0 have"),
-    "an id of E": ((X, IDS.clone().fill_(4), WEIGHTS), ValueError, "expert_TK of rank 0 has the id 4"),
-    "an id beyond 32 bits": ((X, IDS + 2**40, WEIGHTS), ValueError, "has the id 1099511627"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_inputs_that_do_not_fit_are_refused(name: str) -> None:
-    given, error, words = WRONG[name]
-    with pytest.raises(error, match=words):
-        ms.Experts(SHAPE, EP)(*given)
 
 
 @pytest.mark.parametrize(
@@ -170,30 +138,6 @@ def test_devices_count_their_calls_alike_behind_a_mismatch(ranks: LocalRanks) ->
 
 # --- construction -------------------------------------------------------------------------------------------
 
-ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "swapped": (
-        {"shape": EP, "strategy": SHAPE},
-        TypeError,
-        "shape is a Strategy and strategy is a ModelShape; give the shape first",
-    ),
-    "a cluster by name": ({"cluster": "h100"}, TypeError, "cluster is a str; give ClusterSpec or None"),
-    "a group by name": ({"group": "world"}, TypeError, "group is a str; give ProcessGroup or DeviceMesh or None"),
-    "a group by number": ({"group": 7}, TypeError, "group is a int"),
-    "a layer below 0": ({"layer_index": -1}, ValueError, "layer_index=-1 must be at least 0"),
-    "half a layer": ({"layer_index": 2.5}, TypeError, "layer_index is a float; give int"),
-    "a boolean": ({"seed": True}, TypeError, "seed is a bool; give int"),
-    "a seed of text": ({"seed": "a"}, TypeError, "seed is a str; give int"),
-    "a seed below 0": ({"seed": -2}, ValueError, "seed=-2 must be at least 0"),
-}
-
-
-@pytest.mark.parametrize("kind", [ms.MoELayer, ms.Experts])
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_arguments_of_another_kind_are_refused(name: str, kind: Callable[..., nn.Module]) -> None:
-    changes, error, words = ARGUMENTS[name]
-    with pytest.raises(error, match=words):
-        kind(**({"shape": SHAPE, "strategy": EP} | changes))
-
 
 def test_no_layer_is_made_in_the_context_of_the_meta_device() -> None:
     with torch.device("meta"), pytest.raises(RuntimeError, match=r"experts cannot be made inside of torch\.device"):
@@ -265,14 +209,6 @@ def test_a_float32_layer_computes_half_precision_in_float32(dtype: torch.dtype, 
 
 
 # --- functions of a model -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["link", "sync_gradients", "router_loss", "update_router_bias"])
-@pytest.mark.parametrize("given", [lambda layer: [layer], lambda layer: layer.parameters()], ids=["list", "parameters"])
-def test_functions_of_a_model_refuse_what_is_none(name: str, given: Callable[[nn.Module], object]) -> None:
-    model: Any = given(ms.MoELayer(SHAPE, EP))
-    with pytest.raises(TypeError, match=rf"model is a {type(model).__name__}; give the torch.nn.Module itself"):
-        getattr(ms, name)(model)
 
 
 def clipped(given: Callable[[nn.Module], Any]) -> list[Tensor]:

@@ -90,16 +90,3 @@ def test_what_is_computed_is_what_other_layouts_compute(ranks: LocalRanks, fores
     for one, other in zip(foreseen, unforeseen, strict=True):
         assert one["layouts"] != other["layouts"]
         torch.testing.assert_close(one["gradients"], other["gradients"], rtol=1e-4, atol=1e-4)
-
-
-def test_all_experts_need_a_router() -> None:
-    model = Stack(SHAPE, FORESEEING.replace(sharding=ms.Fsep(slots_per_rank=E)), L)
-    model.extra = ms.Experts(SHAPE, FORESEEING.replace(sharding=ms.Fsep(slots_per_rank=E)))
-    with pytest.raises(ValueError, match="there are 2 routers and 3 layers of experts under a strategy"):
-        ms.replay_routing(model, torch.arange(K).repeat(L, 5, 1)).__enter__()
-
-
-def test_one_rank_alone_refuses_to_foresee_what_nobody_knows() -> None:
-    layer = ms.MoELayer(SHAPE, FORESEEING.replace(sharding=ms.Fsep(slots_per_rank=E)), seed=0)
-    with pytest.raises(ValueError, match=r"predictor=Oracle\(\) plans for loads that are still to come"):
-        layer(torch.randn(4, 16))

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
-from moesys.moe.masters import ExpertForm, Part
+from moesys.moe.masters import ExpertForm
 from moesys.moe.outside import OutsideExperts
 
 H, I, E, K = 24, 16, 6, 2
@@ -89,60 +89,8 @@ def test_where_masters_are_kept_changes_no_bit(
         assert_equal(own, kept_outside)
 
 
-ALONE = ms.Strategy(name="ep")
-UP, DOWN = torch.zeros(E, I, H), torch.zeros(E, H, I)
+DOWN = torch.zeros(E, H, I)
 FUSED: dict[str, Any] = {"gate_up": torch.zeros(E, 2 * I, H), "down": DOWN}
-MEGA = ALONE.replace(overlap=ms.MegaKernel())
-
-
-LATE = FSEP.replace(sharding=ms.Fsep(slots_per_rank=E, delay_reshard=True))
-THREE = {"gate": UP, "up": UP, "down": DOWN}
-
-
-@pytest.mark.parametrize(
-    ("parts", "message"),
-    [
-        ({"w1": UP, "w2": DOWN}, r"have the parts \['w1', 'w2'\] and cannot have 'w1'; read.. gives down and"),
-        (FUSED | {"up": UP}, r"the parts \['gate_up', 'down', 'up'\] and cannot have 'up'; read"),
-        ({"gate": UP, "up": UP}, "and miss 'down'"),
-        (FUSED | {"gate_bias": UP[:, :, 0]}, "and cannot have 'gate_bias'"),
-        (THREE | {"up_bias": UP[:, :, 0]}, "and miss 'gate_bias'"),
-        ({"up": UP, "down": DOWN}, r"no gate, which SwiGLU needs; give OutsideExperts\(activation="),
-        (FUSED | {"down": DOWN.mT}, r"'down' of shape \(6, 16, 24\), not .* \(6, 24, 16\); declare .*transposed=True"),
-        (FUSED | {"down": DOWN[:, 1:]}, r"'down' of shape \(6, 23, 16\), not .*; give tensors of \(24, 16\) for each"),
-        (FUSED | {"down": DOWN[:5]}, r"'down' of shape \(5, 24, 16\), not .* \(6, 24, 16\); shard them over exactly"),
-        (FUSED | {"down": [*DOWN][:5]}, r"'down' of shape \(5, 24, 16\), not .* \(6, 24, 16\); shard them over"),
-        (FUSED | {"down": []}, "no tensor of 'down' on this rank; use fewer ranks"),
-        (FUSED | {"down": DOWN.bfloat16()}, "dtypes, gate_up of torch.float32, down of torch.bfloat16; give"),
-    ],
-)
-def test_parts_that_do_not_fit_are_refused_when_experts_are_made(parts: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ms.Experts(SHAPE, ALONE, outside=OutsideExperts(lambda: parts))
-
-
-@pytest.mark.parametrize(
-    ("parts", "options", "strategy", "message"),
-    [
-        (THREE, {"transposed": True}, ALONE, r"let read\(\) give .mT of each matrix"),
-        (FUSED, {"weights_on": "inputs"}, ALONE, "weights_on='inputs': .* another function, .*; multiply \"outputs\""),
-        (FUSED | {"down_bias": DOWN[:, :, 0]}, {}, MEGA, "MegaKernel, whose kernels .*, and these experts have biases"),
-        (FUSED, {"activation": torch.relu}, MEGA, "and these experts have another activation; use Sequential"),
-        (
-            {name: part.mT for name, part in FUSED.items()},
-            {"transposed": True},
-            MEGA,
-            r"and these experts have matrices \[in, out\]; let read\(\) give .mT of each and leave transposed out, or",
-        ),
-        (FUSED, {"adapters": lambda: ()}, MEGA, "MegaKernel and reduction=Ordered, and .* let read.. give the sums"),
-        (FUSED, {}, LATE, "'fsep' has delay_reshard=True, and who keeps .*; use delay_reshard=False, or give Outside"),
-    ],
-)
-def test_what_a_strategy_cannot_run_is_refused_when_experts_are_made(
-    parts: Any, options: dict[str, Any], strategy: ms.Strategy, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        ms.Experts(SHAPE, strategy, outside=OutsideExperts(lambda: parts, **options))
 
 
 def test_parts_that_have_changed_since_are_refused() -> None:
@@ -156,19 +104,6 @@ def test_parts_that_have_changed_since_are_refused() -> None:
     parts["down"] = DOWN[:3]
     with pytest.raises(ValueError, match=r"'down' of shape \(3, 24, 16\), not this rank's part of the exp"):
         experts(*inputs)
-
-
-def test_mega_kernels_compute_in_the_dtype_of_the_shape() -> None:
-    strategy = ms.Strategy(name="mega", overlap=ms.MegaKernel())
-    experts = ms.Experts(SHAPE, strategy, outside=OutsideExperts(lambda: FUSED))
-    with pytest.raises(ValueError, match=r"x is bfloat16 and strategy 'mega' has .* rows of float32; give x in"):
-        experts(torch.zeros(3, H).bfloat16(), torch.zeros(3, K, dtype=torch.int64), torch.ones(3, K))
-
-
-@pytest.mark.parametrize(("num_ranks", "dim"), [(3, 0), (5, 1)])
-def test_a_tensor_that_ranks_do_not_divide_is_refused(num_ranks: int, dim: int) -> None:
-    with pytest.raises(ValueError, match=r"which do not divide .*; use ranks that do, or Ep"):
-        Part("up", (32, 24), dim).sliced_shape(num_ranks)
 
 
 def test_outside_masters_are_read_where_they_lie() -> None:

@@ -124,19 +124,6 @@ def test_output_and_gradients_of_padding_are_zeros_on_one_rank_too() -> None:
     torch.testing.assert_close(layer(x, full), layer(x), rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.parametrize(
-    ("mask", "error", "message"),
-    [
-        (torch.ones(2, 5, dtype=torch.int64), TypeError, r"mask has dtype torch.int64; give torch.bool.*\.bool\(\)"),
-        (torch.ones(10, dtype=torch.bool), ValueError, r"mask has shape \(10,\), and x has \(2, 5, 16\); give .*\(2,"),
-        (torch.ones(2, 5, dtype=torch.bool, device="meta"), TypeError, "mask has no values"),
-    ],
-)
-def test_masks_that_do_not_fit_are_refused(mask: Tensor, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        ms.MoELayer(SHAPE, EP)(torch.randn(2, 5, SHAPE.hidden_size), mask)
-
-
 def test_what_stands_in_padding_is_no_event(tmp_path: Path) -> None:
     experts, mask_T = ms.Experts(SHAPE, EP), torch.tensor([True, False, True])
     x_TH = torch.randn(3, SHAPE.hidden_size).masked_fill(~mask_T[:, None], torch.nan)

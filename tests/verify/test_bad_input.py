@@ -117,16 +117,3 @@ def test_a_file_without_a_check_is_refused(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "json.py").write_text("x = 1\n")
     assert main([str(tmp_path / "json.py")]) == 2
     assert "has the name of another module" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"supports": ["recompute"]}, "supports has 'recompute', which is none of"),
-        ({"expects": "mean"}, "expects='mean' must be 'token_mean', or left out"),
-        ({"vocabulary": 1}, "vocabulary=1 must be at least 2"),
-    ],
-)
-def test_wrong_options_of_a_check_are_refused(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        verify.check(**options)  # type: ignore[arg-type]

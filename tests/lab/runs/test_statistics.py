@@ -89,12 +89,6 @@ def test_an_interval_that_holds_one_tells_nothing_apart():
     assert ratio(one_each(1.1, 0.9, 1.2, 0.8, 1.0, 1.05), one_each(*[1.0] * 6)).verdict == "~"
 
 
-@pytest.mark.parametrize("samples", [[], [0.0], [-1.0], [math.nan], [math.inf]])
-def test_samples_without_a_ratio_are_refused(samples):
-    with pytest.raises(ValueError, match="and a ratio needs a positive number"):
-        paired_ratio({0: samples}, {0: [1.0]})
-
-
 @pytest.mark.parametrize(("n", "p"), [(1, 1.0), (2, 0.5), (5, 0.0625), (6, 0.03125), (8, 0.0078125)])
 def test_the_smallest_p_is_two_in_all_signs(n, p):
     assert sign_flip_p(np.linspace(0.1, 0.2, n)) == p

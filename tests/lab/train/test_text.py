@@ -64,10 +64,3 @@ def test_a_target_is_the_byte_behind_its_input() -> None:
         assert torch.equal(inputs_BC, inputs_BC[:, :1] + torch.arange(17))
         starts |= set(inputs_BC[:, 0].tolist())
     assert starts == {0, 1, 2}
-
-
-def test_a_text_shorter_than_a_sequence_is_refused() -> None:
-    text = Text(torch.arange(20, dtype=torch.uint8))
-    text.batch(0, 0, 0, seed=0, batch=1, context=19)
-    with pytest.raises(ValueError, match="context=20 needs 21 tokens of text but there are 20; use a longer text, or"):
-        text.batch(0, 0, 0, seed=0, batch=1, context=20)
