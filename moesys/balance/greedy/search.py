@@ -269,8 +269,9 @@ class LayoutSearch:
             expert_RS, moves = draft.expert_RS.copy(), 0
             if relocates:
                 moves = self.search(True, expert_RS, draft.part_R, most_moves)
-            self.search(False, expert_RS, draft.part_R, most_moves - moves)
-            best = min(best, Draft(self, expert_RS, draft.part_R), key=lambda one: one.cost)
+            moves += self.search(False, expert_RS, draft.part_R, most_moves - moves)
+            if moves:
+                best = min(best, Draft(self, expert_RS, draft.part_R), key=lambda one: one.cost)
         return best
 
     def search(self, relocates: bool, expert_RS: IntArray, part_R: IntArray, most_moves: int) -> int:

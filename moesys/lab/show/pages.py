@@ -29,7 +29,7 @@ from moesys.lab.show.sheets import Sheet, notes_of, rows_of, written_columns
 from moesys.load import IntArray
 from moesys.timeline import Timeline
 
-# The colour of texts and axes in figures. The page replaces it by its own colour of text.
+# The colour of texts and axes in figures. The page replaces it by its own colour of text, and blue by its own blue.
 _INK = "#010203"
 PAGE_STYLE: dict[Any, Any] = STYLE | {
     "savefig.transparent": True,
@@ -106,7 +106,8 @@ def inline_svg(figure: Figure, hints: Iterable[Hint] = ()) -> str:
     with style(PAGE_STYLE):
         figure.savefig(text, format="svg", dpi=144, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     svg = text.getvalue()
-    head, end, _ = svg[svg.index("<svg") :].replace(_INK, "currentColor").rpartition("</svg>")
+    svg = svg.replace(_INK, "currentColor").replace(OKABE_ITO[0].lower(), "var(--blue)")
+    head, end, _ = svg[svg.index("<svg") :].rpartition("</svg>")
     points = 72 * figure.get_figwidth()
     size = f'style="min-width: {_LEAST_SCALE * points:.0f}px; max-width: {_MOST_SCALE * points:.0f}px"'
     head = head.replace("<svg", f"<svg {size}", 1)
