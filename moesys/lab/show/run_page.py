@@ -269,7 +269,7 @@ def write_page(folder: Path, out: Path | None = None) -> Path:
             path, text = folder / REPORT_FILE, watch_page(read_watched_run(folder))
         case _:
             if not any(kind_of(child) for child in folder.iterdir() if child.is_dir()):
-                what = f"is {kind}" if (kind := other_kind(folder)) else "has nothing that moesys wrote"
+                what = f"is {kind}" if (kind := other_kind(folder)) else "has neither a run nor a watched training"
                 raise ValueError(
                     f"{folder} {what}; give a run folder, a folder of ms.Watch, or a folder of several of these"
                 )

@@ -143,7 +143,7 @@ def test_report_takes_any_folder_and_names_what_it_cannot_read(tmp_path, capsys)
     (runs / "index.html").write_text("<title>Home</title>")
     for path, message in (
         (torn, "records.jsonl"),
-        (runs / "photos", "photos has nothing that moesys wrote"),
+        (runs / "photos", "photos has neither a run nor a watched training"),
         (runs, "is of another program and is kept"),
     ):
         assert moesys("report", path) == 2
