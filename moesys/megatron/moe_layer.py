@@ -17,6 +17,7 @@ from dataclasses import fields, is_dataclass, replace
 from functools import partial, wraps
 from inspect import isfunction
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from moesys.kernels.cpu.page_pool import PagePool
 from moesys.moe.call import recompute
 from moesys.moe.experts import Experts, attach
 from moesys.moe.outside import OutsideExperts, Parts
+from moesys.moe.runtime import link
 from moesys.torch_private import NO_BACKWARD, current_backward, run_forward_pre_hooks
 
 
@@ -50,13 +52,13 @@ def experts(spec: Any, strategy: Strategy) -> Any:
     if isfunction(spec) or (isinstance(spec, partial) and spec.func is not MoELayer):
         return wraps(spec)(lambda *args, **options: experts(spec(*args, **options), strategy))
     found: list[Any] = []
-    memory = PagePool()
+    models = [_Model()]
 
     def copied(each: Any) -> Any:
         if isinstance(each, partial):
             if each.func is MoELayer:
                 found.append(each)
-                return partial(StrategyMoELayer, *each.args, **each.keywords, strategy=strategy, memory=memory)
+                return partial(StrategyMoELayer, *each.args, **each.keywords, strategy=strategy, models=models)
             return each
         if isinstance(each, list):
             return [copied(one) for one in each]
@@ -66,7 +68,7 @@ def experts(spec: Any, strategy: Strategy) -> Any:
                 setattr(new, field.name, copied(getattr(each, field.name)))
             if getattr(new, "module", None) is MoELayer:
                 found.append(new)
-                new.module, new.params = StrategyMoELayer, {**new.params, "strategy": strategy, "memory": memory}
+                new.module, new.params = StrategyMoELayer, {**new.params, "strategy": strategy, "models": models}
             return new
         return each
 
@@ -77,6 +79,28 @@ def experts(spec: Any, strategy: Strategy) -> Any:
             "block with num_experts, such as get_gpt_layer_local_spec(num_experts=8), before another adapter changes it"
         )
     return new
+
+
+class _Model:
+    """What the layers of a model share: memory that they use in turn, and a runtime from their first forward on. The
+    layers are known by their indices, as long as they exist.
+    """
+
+    def __init__(self) -> None:
+        self.memory = PagePool()
+        self._layers: WeakValueDictionary[int, Experts] = WeakValueDictionary()
+
+    def add(self, layer: Experts) -> bool:
+        """Makes ``layer`` one of the model's. Returns False where it is of another model of the same specification."""
+        if layer.layer_index in self._layers or any(each.link.linked for each in self._layers.values()):
+            return False
+        layer.use_memory(self.memory)
+        self._layers[layer.layer_index] = layer
+        return True
+
+    def link(self) -> None:
+        """Links the layers, which have all been made when the first one runs. A collective."""
+        link(nn.ModuleList(each for _, each in sorted(self._layers.items())))
 
 
 class StrategyMoELayer(MoELayer):
@@ -99,14 +123,14 @@ class StrategyMoELayer(MoELayer):
         name: str | None = None,
         *,
         strategy: Strategy,
-        memory: PagePool,
+        models: list[_Model],
     ) -> None:
         check_options(config, strategy)
         assert submodules is not None
         if isinstance(strategy.sharding, Fsep):
             submodules = replace(submodules, experts=partial(_sliced, submodules.experts))
         super().__init__(config, submodules, None, pg_collection, is_mtp_layer, name)
-        self._strategy, self._memory = strategy, memory
+        self._strategy, self._models = strategy, models
         _check_experts(self.experts)
         if isinstance(strategy.sharding, Fsep):
             self.experts.ep_group = _Alone()
@@ -135,7 +159,10 @@ class StrategyMoELayer(MoELayer):
         )
         device = _device_of(self.experts, self.ep_group)
         made = Experts(shape, self._strategy, self.ep_group, layer_index=index, device=device, outside=outside)
-        made.use_memory(self._memory)
+        if not self._models[-1].add(made):
+            self._models.append(_Model())
+            self._models[-1].add(made)
+        self._model = self._models[-1]
         attach(made, self)
 
     def _sharded_slices(self, *args: Any, **options: Any) -> dict[str, Any]:
@@ -204,6 +231,10 @@ class StrategyMoELayer(MoELayer):
         mask_T = None if padding_mask_SB is None else ~padding_mask_SB.reshape(-1)
         made: Experts = self.__dict__["moesys_experts"]
         made.training = self.training
+        # Without plans and transfers ahead, a runtime would only keep a thread and two more groups.
+        ahead = made.schedule.follows_history or self._strategy.sharding.prefetch_layers
+        if ahead and self.ep_group.size() > 1 and not made.link.linked:
+            self._model.link()
         with _planned_anew():
             # A copy, as the output lies in a page that later layers use again.
             y_SBH = made(x_TH, expert_TK, weight_TK, mask_T).clone().view(x_SBH.shape)

@@ -148,7 +148,9 @@ class MoERuntime(Lookahead):
             self._end_pass()
         previous = self._newest if position == self._position + 1 else None
         self._position = position
-        upcoming = self._order[position + 1 : position + 1 + store.prefetch_layers] if known else []
+        # A forward inside of a backward is a reentrant recomputation, which goes on to the layer before.
+        ahead = store.prefetch_layers if known and current_backward() == NO_BACKWARD else 0
+        upcoming = self._order[position + 1 : position + 1 + ahead]
         return Neighbours(previous, tuple(upcoming), self._num_passes)
 
     def entered(self, call: LayerCall) -> None:

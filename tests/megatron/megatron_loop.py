@@ -132,6 +132,8 @@ def _trained(run: Run) -> Trained:
     trained.parameters = cpu.whole(models, lambda parameter: parameter.detach())
     buffers = [each for model in models for name, each in model.named_buffers() if name.endswith("expert_bias")]
     trained.biases = [each.clone() for each in buffers]
+    trained.linked = [each.link.linked for model in models for each in experts_of(model)]
+    trained.restored = [each.meter.bytes_of("restore") for model in models for each in experts_of(model)]
     if run.save is not None:
         save(run.save, wrapped, optimizer)
     return trained

@@ -56,7 +56,8 @@ class Run:
 @dataclass
 class Trained:
     """What a run did: by step its loss and its norm before clipping; the gradients of the first step and the parameters
-    at the end, whole, by name; biases of routers at the end; the layouts that this rank held by step and layer.
+    at the end, whole, by name; biases of routers at the end; the layouts that this rank held by step and layer; by
+    layer whether it was linked, and the bytes of experts that this rank received.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -65,6 +66,8 @@ class Trained:
     parameters: dict[str, Tensor] = field(default_factory=dict)
     biases: list[Tensor] = field(default_factory=list)
     held: list[list[Any]] = field(default_factory=list)
+    linked: list[bool] = field(default_factory=list)
+    restored: list[int] = field(default_factory=list)
 
 
 def train(*runs: Run) -> list[Trained]:

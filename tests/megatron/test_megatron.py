@@ -126,6 +126,23 @@ def test_strategies_train_as_megatron_does_with_the_same_bits_for_every_overlap(
         assert (len(layouts) > 1) == (name != "ep")
 
 
+@pytest.mark.parametrize("recompute", [{}, FULL], ids=["kept", "recomputed"])
+def test_layers_are_linked_and_send_experts_ahead_but_not_while_they_are_recomputed(
+    megatron: LocalRanks, recompute: dict[str, Any]
+) -> None:
+    on_demand = STRATEGIES["fsep"]
+    ahead = on_demand.replace(sharding=ms.Fsep(slots_per_rank=5, prefetch_layers=1))
+    for found, wanted in megatron.run(
+        train, *(Run(each, 3, accumulate=2, config=recompute) for each in (ahead, on_demand)), num_ranks=2
+    ):
+        assert found.linked == wanted.linked == [True, True]
+        assert found.losses == wanted.losses
+        assert_equal(found.parameters, wanted.parameters)
+        # Experts that were sent for nothing would be bytes more.
+        assert found.restored == wanted.restored
+        assert min(found.restored) > 0
+
+
 def test_two_ranks_train_as_megatron_does(megatron: LocalRanks) -> None:
     compare(megatron, 2, TWO)
     compare(megatron, 2, EP_ONLY)
@@ -258,8 +275,12 @@ EP, FSEP = STRATEGIES["ep"], STRATEGIES["fsep"]
 LATE = FSEP.replace(sharding=ms.Fsep(slots_per_rank=5, prefetch_layers=1, delay_reshard=True))
 REFUSALS: list[tuple[ms.Strategy, dict[str, Any], dict[str, Any], str]] = [
     (EP, {"moe_expert_capacity_factor": 1.0}, {}, "moe_expert_capacity_factor=1.0: tokens .* set .*=None"),
+    (EP, {"moe_token_dropping": True}, {}, "moe_token_dropping=True: tokens beyond a capacity .*; set .*=False"),
     (EP, {"moe_paged_stash": True}, {}, "moe_paged_stash=True: .*; set moe_paged_stash=False"),
     (EP, {"overlap_moe_expert_parallel_comm": True}, {}, "choose the strategy's overlap; set .*=False"),
+    (EP, {"moe_shared_expert_overlap": True}, {}, "shared experts would run inside of .*; set .*overlap=False"),
+    (EP, {"delay_wgrad_compute": True}, {}, "gradients would be computed after backward, .*; set .*compute=False"),
+    (EP, {"moe_single_grouped_weight": True}, {}, "all experts would be in one tensor, .*; set .*weight=False"),
     (
         EP,
         {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["moe_router"]},
@@ -267,6 +288,7 @@ REFUSALS: list[tuple[ms.Strategy, dict[str, Any], dict[str, Any], str]] = [
         'set cuda_graph_modules=."attn"',
     ),
     (EP, {"fp8": "hybrid"}, {}, "fp8='hybrid': experts would be quantized, .*; set fp8=None"),
+    (EP, {"fp4": "e2m1"}, {}, "fp4='e2m1': experts would be quantized, .*; set fp4=None"),
     (EP, {"expert_tensor_parallel_size": 2}, {}, "expert_tensor_parallel_size=2: .*; choose Fsep; set .*=1"),
     (EP, {"moe_token_dispatcher_type": "flex"}, {}, "set moe_token_dispatcher_type='alltoall'"),
     (EP, {"fine_grained_activation_offloading": True, "offload_modules": ["moe_act"]}, {}, "leave out moe_act"),
