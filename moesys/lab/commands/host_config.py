@@ -127,9 +127,9 @@ class HostConfig:
         workload = Generated(skew=skew, num_layers=min(layers, 2), tokens_per_rank=run.tokens_per_rank)
         setting = Setting(run.shape, run.expert_cluster, workload.num_layers, layers)
         space = default_space(setting, run.tokens_per_rank).root
-        # Hosts keep the parameters, and take gradients from backward alone; Megatron's layers are not linked.
-        cannot: dict[str, tuple[Any, ...]] = {"sharding.delay_reshard": (False,)}
-        cannot |= {"sharding.prefetch_layers": (0,)} if self.host == "Megatron" else {}
+        if "sharding.delay_reshard" in space:
+            # Hosts keep the parameters, and take gradients from backward alone.
+            space = {**space, "sharding.delay_reshard": (False,)}
         experiment = Experiment(
             name=f"from-{self.host.lower()}",
             model=run.shape,
@@ -138,7 +138,7 @@ class HostConfig:
             strategies=(presets.ep(),),
             seeds=(0, 1, 2, 3),
         )
-        return experiment, Space(space | {path: cannot[path] for path in cannot.keys() & space.keys()}), layers
+        return experiment, Space(space), layers
 
     def lines(self, strategy: Path) -> str:
         """Returns what makes the host run the strategy in a file: its own command, or lines of its program."""
@@ -180,22 +180,25 @@ def read_host(source: str) -> HostConfig:
     else:
         raise ValueError(
             f"{source!r} has neither --num-experts, as commands of Megatron-LM have, nor {_TITAN}, nor "
-            "model_name_or_path; give the command or the file that starts a training of an MoE model, or declare the "
-            "model by --model"
+            "model_name_or_path; give the command or the file that starts a training of an MoE model (of "
+            "Megatron-Bridge the run_config.yaml of a checkpoint, as overrides have no model), or use --model"
         )
     found.fields = read(found)
     return found
 
 
 def _of_command(source: str, text: str) -> HostConfig:
-    for name, value in re.findall(r"^\s*(?:export\s+)?(\w+)=([^\s(;]+)", text, re.MULTILINE):
-        text = re.sub(rf"\$(?:{name}\b|\{{{name}\}})", value.replace("\\", r"\\"), text)
+    text = re.sub(r"\$\{\w+:-([^${}]*)\}", r"\1", text)
+    for name, value in re.findall(r"""^\s*(?:export\s+)?(\w+)=("[^"\n]*"|[^\s("';]+)""", text, re.MULTILINE):
+        text = re.sub(rf"\$(?:{name}\b|\{{{name}\}})", value.strip('"').replace("\\", r"\\"), text)
     try:
         words = shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError as error:
         raise ValueError(
             f"{source!r} is no command line ({error}); give one in quotes, or the path of a script"
         ) from None
+    # A script may have all options in one string.
+    words = [each for word in words for each in (word.split() if re.search(r"\s--", word) else [word])]
     found, option = HostConfig(words), ""
     for word in words:
         if word.startswith("--"):
@@ -217,8 +220,14 @@ def _of_file(path: Path, text: str) -> HostConfig:
     def add(content: Any) -> None:
         for name, value in content.items() if isinstance(content, dict) else ():
             option, reverse = _BRIDGE.get(name.replace("_", "-"), (name.replace("_", "-"), False))
+            if name == "mixed_precision" and isinstance(value, str):
+                # This is the name of a recipe, such as bf16_mixed.
+                option, value = next((each for each in ("bf16", "fp16") if each in value), option), True
             if isinstance(value, dict):
                 add(value)
+            elif name.startswith("_"):
+                # Bridge writes here how it makes the object.
+                continue
             elif isinstance(value, bool) and value != reverse:
                 found.values[option] = []
             elif value is not None and not isinstance(value, bool):
@@ -230,8 +239,6 @@ def _of_file(path: Path, text: str) -> HostConfig:
         add(yaml.safe_load(text))
     except (yaml.YAMLError, AttributeError) as error:
         raise ValueError(f"{str(path)!r} is no YAML or JSON of options ({error}); correct it") from None
-    if "num-query-groups" in found.values:
-        found.values["group-query-attention"] = []
     return found
 
 
@@ -255,8 +262,9 @@ def _megatron(of: HostConfig) -> dict[str, Any]:
             v_head_dim=number("v_head_dim", "v-head-dim", 128),
         )
     else:
-        grouped = of.flag("grouped queries", "group-query-attention")
-        kv_heads = number("heads of keys", "num-query-groups") if grouped else heads
+        # Megatron-LM has its own switch.
+        grouped = not of.command or of.flag("grouped queries", "group-query-attention")
+        kv_heads = number("heads of keys", "num-query-groups", None if of.command else heads) if grouped else heads
         attention = Gqa(num_heads=heads, num_kv_heads=kv_heads, head_dim=number("head_dim", "kv-channels", H // heads))
     dtype: Any = "bfloat16" if of.flag("bfloat16", "bf16") else "float16" if of.flag("float16", "fp16") else "float32"
     shape = ModelShape(

@@ -72,6 +72,78 @@ def test_latent_attention_dense_layers_and_stages_are_read(tmp_path: Path) -> No
     assert (parallel.tp, parallel.pp, parallel.vp, parallel.ep, run.model.dtype) == (2, 2, 2, 4, "float32")
 
 
+# As Megatron-LM's example for Mixtral: environment with defaults, comments between options, and a list that grows.
+SCRIPT = """#!/bin/bash
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+GPUS_PER_NODE=8
+MASTER_ADDR=${MASTER_ADDR:-"localhost"}
+NNODES=${SLURM_NNODES:-"4"}
+WORLD_SIZE=$(($GPUS_PER_NODE*$NNODES))
+TOKENIZER_MODEL=$2
+DISTRIBUTED_ARGS=(
+    --nproc_per_node $GPUS_PER_NODE
+    --nnodes $NNODES
+    --master_addr $MASTER_ADDR
+)
+MODEL_ARGS=(
+    --use-mcore-models
+    --disable-bias-linear
+    --seq-length 4096
+    --num-layers 32
+    --hidden-size 4096
+    --ffn-hidden-size 14336
+    --num-attention-heads 32
+    --swiglu
+    --untie-embeddings-and-output-weights
+    --group-query-attention
+    --num-query-groups 8
+    --no-masked-softmax-fusion
+)
+MOE_ARGS=(
+    --num-experts 8
+    --moe-router-topk 2
+    # --moe-grouped-gemm
+    --moe-token-dispatcher-type alltoall
+)
+TRAINING_ARGS="
+    --micro-batch-size 1 \\
+    --global-batch-size 256 \\
+    --bf16
+"
+MODEL_PARALLEL_ARGS=(
+    --tensor-model-parallel-size 1
+    --pipeline-model-parallel-size 4
+    --num-layers-per-virtual-pipeline-stage 8
+    --expert-model-parallel-size ${EP:-8}
+    --use-distributed-optimizer
+)
+if [ -n "${WANDB_API_KEY}" ]; then
+    LOGGING_ARGS+=(
+        --wandb-project ${WANDB_PROJECT:-"Mixtral"}
+    )
+fi
+OVERLAP="--overlap-grad-reduce"
+torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py \\
+    ${MODEL_ARGS[@]} ${MOE_ARGS[@]} --tokenizer-model ${TOKENIZER_MODEL} $TRAINING_ARGS $OVERLAP \\
+    ${MODEL_PARALLEL_ARGS[@]} ${LOGGING_ARGS[@]}
+"""
+
+
+def test_a_script_with_variables_defaults_and_options_in_strings_is_read(tmp_path: Path) -> None:
+    (tmp_path / "train_mixtral.sh").write_text(SCRIPT)
+    host = read_host(str(tmp_path / "train_mixtral.sh"))
+    run = host.run_on("h100:4")
+    assert run.shape == ms.ModelShape(
+        hidden_size=4096, intermediate_size=14336, num_experts=8, top_k=2, dtype="bfloat16"
+    )
+    assert (run.parallelism.pp, run.parallelism.vp, run.parallelism.ep) == (4, 1, 8)
+    assert (run.model.dtype, run.global_batch, run.groups.expert) == ("bfloat16", 256, 8)
+    unread = {"use-mcore-models", "no-masked-softmax-fusion", "moe-token-dispatcher-type", "overlap-grad-reduce"}
+    assert host.unread == unread | {"master-addr", "tokenizer-model", "wandb-project"}
+    with pytest.raises(ValueError, match="has 16 ranks, and the command starts 4 nodes of 8"):
+        host.run_on("h100:2")
+
+
 BRIDGE = """
 model:
   num_layers: 2
@@ -105,9 +177,86 @@ def test_a_file_of_bridge_declares_what_the_command_does(tmp_path: Path) -> None
     (tmp_path / "conf.yaml").write_text(BRIDGE.replace("add_bias_linear: false", "add_bias_linear: true"))
     with pytest.raises(ValueError, match="without add_bias_linear experts have biases"):
         read_host(str(tmp_path / "conf.yaml"))
+    overrides = BRIDGE.partition("  num_layers")[0] + "  expert_model_parallel_size: 4\n"
+    (tmp_path / "conf.yaml").write_text(overrides)
+    with pytest.raises(ValueError, match=r"give .* the run_config.yaml of a checkpoint, as overrides have no model"):
+        read_host(str(tmp_path / "conf.yaml"))
     (tmp_path / "conf.yaml").write_text("{model: [")
     with pytest.raises(ValueError, match="is no YAML or JSON of options"):
         read_host(str(tmp_path / "conf.yaml"))
+
+
+# As Bridge writes it beside a checkpoint, where every field has a value, and objects the function that makes them.
+RUN_CONFIG = """
+_target_: megatron.bridge.training.config.ConfigContainer
+comm_overlap: null
+dataset:
+  _target_: megatron.bridge.training.config.GPTDatasetConfig
+  context_parallel_size: null
+  sequence_length: 4096
+  tokenizer: {_call_: true, _target_: megatron.bridge.training.tokenizers.tokenizer._NullTokenizer}
+ddp: {overlap_grad_reduce: true, use_distributed_optimizer: true, use_megatron_fsdp: false}
+mixed_precision: bf16_mixed
+model:
+  _target_: megatron.bridge.models.mla_provider.MLAModelProvider
+  activation_func: {_call_: false, _target_: torch.nn.functional.silu}
+  add_bias_linear: false
+  context_parallel_size: 1
+  expert_model_parallel_size: 8
+  expert_tensor_parallel_size: 1
+  ffn_hidden_size: 18432
+  fp8: null
+  gated_linear_unit: true
+  hidden_size: 7168
+  init_method: {_args_: [], _partial_: true, _target_: torch.nn.init.normal_, mean: 0.0, std: 0.02}
+  kv_channels: 64
+  kv_lora_rank: 512
+  moe_ffn_hidden_size: 2048
+  moe_layer_freq:
+  - 0
+  - 1
+  - 1
+  - 1
+  moe_router_topk: 8
+  moe_shared_expert_intermediate_size: 2048
+  moe_token_dispatcher_type: flex
+  multi_latent_attention: true
+  num_attention_heads: 128
+  num_layers: 4
+  num_moe_experts: 256
+  num_query_groups: 128
+  params_dtype: {_call_: false, _target_: torch.bfloat16}
+  pipeline_model_parallel_size: 2
+  q_lora_rank: 1536
+  qk_head_dim: 128
+  qk_pos_emb_head_dim: 64
+  recompute_granularity: selective
+  recompute_modules: [mla_up_proj, mlp]
+  seq_length: 4096
+  share_embeddings_and_output_weights: false
+  tensor_model_parallel_size: 2
+  v_head_dim: 128
+  virtual_pipeline_model_parallel_size: null
+  vocab_size: 129280
+optimizer: {_target_: megatron.bridge.training.config.OptimizerConfig, optimizer: adam, lr: 0.0003}
+train: {global_batch_size: 64, micro_batch_size: 1, train_iters: 100}
+"""
+
+
+def test_the_file_that_bridge_writes_beside_a_checkpoint_is_read(tmp_path: Path) -> None:
+    (tmp_path / "run_config.yaml").write_text(RUN_CONFIG)
+    host = read_host(str(tmp_path / "run_config.yaml"))
+    run = host.run_on("h100:2")
+    assert run.model.moe_layers == (1, 2, 3)
+    latent = Mla(
+        num_heads=128, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
+    )
+    assert {layer.attention for layer in run.model.layers} == {latent}
+    assert (run.model.dtype, run.seq_len, run.global_batch, run.parallelism.tp) == ("bfloat16", 4096, 64, 2)
+    assert from_of(host)["bfloat16"] == ("true", "mixed_precision")
+    assert from_of(host)["vp"] == ("0", "assumed: there is no virtual_pipeline_model_parallel_size")
+    unread = {"sequence-length", "overlap-grad-reduce", "mean", "std", "kv-channels", "moe-token-dispatcher-type"}
+    assert host.unread == unread | {"num-query-groups", "recompute-modules", "lr", "train-iters"}
 
 
 def test_arguments_of_a_trainer_declare_a_run(tmp_path: Path) -> None:
@@ -146,7 +295,6 @@ def test_tune_offers_what_the_host_runs_and_writes_its_lines(tmp_path: Path, mon
     experiment, space, layers = read_host(PRETRAIN).experiment("h100:1", 1.0)
     assert layers == 2
     assert {each.delay_reshard for each in space.values("sharding")} == {False}
-    assert {each.prefetch_layers for each in space.values("sharding")} == {0}
     # A space of one point is searched at once.
     monkeypatch.setattr(HostConfig, "experiment", lambda *_: (experiment, ms.Space(), layers))
     options = ["--cluster", "h100:1", "--budget", "4", "--seeds", "1", "--write", "lines.py", "-q"]
