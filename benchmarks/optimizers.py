@@ -55,12 +55,14 @@ class Row:
     """The result of one optimizer. Milliseconds and bytes are those of the rank that has most.
 
     iteration_ms: processor time of Newton–Schulz, by repetition. received: bytes that a rank received in a step.
+    state, peak: bytes of the optimizer's state, and of all tensors that live at once in a step.
     """
 
     name: Annotated[str, Column("optimizer")]
     samples_ms: list[float]
     iteration_samples_ms: list[float]
     received_mb: Annotated[float, Column("received MB", figure)]
+    state_mb: Annotated[float, Column("state MB", figure)]
     peak_mb: Annotated[float, Column("peak MB", figure)]
     error: float = field(default=0.0)
     wrong: Annotated[str, Column("wrong", wraps=True)] = ""
@@ -97,7 +99,8 @@ def bench_optimizers(
         f"A step of the optimizer, of the slowest rank; median of {repeats} interleaved repetitions. {layers} layers "
         f"of {experts} experts, hidden size {hidden}, width {width}, in float32.",
         "iteration: processor time of Newton-Schulz on the rank with most. received: bytes of the optimizer's "
-        "messages, or of gathers. peak: tensors that live at once in the step, with parameters, gradients and state.",
+        "messages, or of gathers. state: that of the optimizer. peak: tensors that live at once in the step, with "
+        "parameters, gradients and state.",
         f"A time is shown only if all parameters equal those of {REPEATED!r} within {TOLERANCE:g}.",
     ]
     title = "MEASURED: a step of the optimizer"
@@ -115,8 +118,9 @@ def of_slowest(rows_R: Sequence[Sequence[Row]]) -> list[Row]:
         )
         error = max(row.error for row in of_ranks)
         wrong = f"differs by {error:.1e}" if error > TOLERANCE else ""
-        received_mb, peak_mb = max(row.received_mb for row in of_ranks), max(row.peak_mb for row in of_ranks)
-        found.append(Row(of_ranks[0].name, step_ms, iteration_ms, received_mb, peak_mb, error, wrong))
+        megabytes = ((row.received_mb, row.state_mb, row.peak_mb) for row in of_ranks)
+        received_mb, state_mb, peak_mb = map(max, zip(*megabytes, strict=True))
+        found.append(Row(of_ranks[0].name, step_ms, iteration_ms, received_mb, state_mb, peak_mb, error, wrong))
     return found
 
 
@@ -133,9 +137,10 @@ def measure_on_rank(size: Size, repeats: int) -> list[Row]:
         "muon, ep": Contestant(size, ep, partial(Muon, lr=0.01)),
         "muon, fsep": Contestant(size, fsep, partial(Muon, lr=0.01)),
         "adamw, ep": Contestant(size, ep, _adamw),
+        "adamw, fsep": Contestant(size, fsep, _adamw),
     }
     wanted = [_whole(p) for p in contestants[REPEATED].after_a_step()]
-    rows: list[tuple[str, float, float, float]] = []
+    rows: list[tuple[str, tuple[float, float, float], float]] = []
     for name, each in contestants.items():
         error = 0.0
         if name != REPEATED:
@@ -143,13 +148,13 @@ def measure_on_rank(size: Size, repeats: int) -> list[Row]:
             if each.is_muon:
                 error = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, wanted, strict=True))
         peak = sum(live_at_peak(each.model, each.optimizer, each.optimizer.step).values())
-        rows.append((name, each.received_bytes() / 1e6, peak / 1e6, error))
+        rows.append((name, (each.received_bytes() / 1e6, each.state_bytes() / 1e6, peak / 1e6), error))
     timed = {name: partial(wall_ms, each.step) for name, each in contestants.items()}
     samples = interleave(timed, repeats, before=dist.barrier)
     # The first sample of each is that of the warm-up.
     return [
-        Row(name, samples[name], contestants[name].iteration_ms[-repeats:], received, peak, error)
-        for name, received, peak, error in rows
+        Row(name, samples[name], contestants[name].iteration_ms[-repeats:], *megabytes, error)
+        for name, megabytes, error in rows
     ]
 
 
@@ -184,6 +189,11 @@ class Contestant:
         with patch.object(muon, "orthogonalize_", timed):
             self.optimizer.step()
         self.iteration_ms.append(1e3 * spent_s)
+
+    def state_bytes(self) -> int:
+        """Returns the bytes of this rank's state of all parameters."""
+        states = [each for state in self.optimizer.state.values() for each in state.values()]
+        return sum(local_part(each).nbytes for each in states if isinstance(each, Tensor))
 
     def received_bytes(self) -> int:
         """Returns the bytes that this rank receives in a step."""

@@ -9,7 +9,7 @@ E experts, H hidden size, I expert width, P parameters of an expert, R ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,34 +30,18 @@ _NO_MATRICES = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 # Returns the matrices [n, out, in] in a parameter of n experts, [n, ...], as views; 1 for one that has no experts.
 Views = Callable[[Tensor], list[Tensor]]
+# The part of each row of a parameter that a rank has, as an index of rows [n, ...].
+Box = tuple[slice, ...]
 # Returns whether Muon trains a parameter, by its name; None for the default.
 Choice = Callable[[str, nn.Parameter], bool | None]
-
-
-@dataclass(frozen=True)
-class Box:
-    """The part of each row of a parameter that a rank has: where it begins, and its size, in each dimension."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.sizes)
-
-    def of(self, whole: Tensor) -> Tensor:
-        """Returns the part of whole rows [n, ...], as a view."""
-        for dim, (first, size) in enumerate(zip(self.offsets, self.sizes, strict=True), 1):
-            whole = whole.narrow(dim, first, size)
-        return whole
 
 
 @dataclass(eq=False)
 class Matrices:
     """The matrices of one parameter. A row holds those of one expert; a parameter that is not ``stacked`` is one row.
 
-    ``channel``: of the ranks that have parts of each row, by the part that ``boxes`` has for each; None if this rank
-    has whole rows. ``by_owner``: gradient and momentum lie over these ranks by whole rows.
+    ``channel``: of the ranks that have parts of each row, which ``boxes`` has by rank; None if this rank has whole
+    rows. ``row``: one row, without values. ``by_owner``: gradient and momentum lie over these ranks by whole rows.
     """
 
     name: str
@@ -73,13 +57,13 @@ class Matrices:
     def __post_init__(self) -> None:
         shape = self.parameter.shape
         self.row_shape = tuple(shape[1:] if self.stacked else shape)
-        row = torch.empty(1, *self.row_shape, device="meta")
-        self._of_row = self.views(row)
-        self.shapes = [(each.shape[1], each.shape[2]) for each in self._of_row]
-        self.num_matrices = sum(map(len, self._of_row)) * (shape[0] if self.stacked else 1)
+        self.row = torch.empty(1, *self.row_shape, device="meta")
+        of_row = self.views(self.row)
+        self.shapes = [(each.shape[1], each.shape[2]) for each in of_row]
+        self.num_matrices = sum(map(len, of_row)) * (shape[0] if self.stacked else 1)
         # The products of one step of the iteration, in multiplications.
         of_one = [min(of) ** 2 * (2 * max(of) + min(of)) for of in self.shapes]
-        self.cost = sum(len(each) * cost for each, cost in zip(self._of_row, of_one, strict=True))
+        self.cost = sum(len(each) * cost for each, cost in zip(of_row, of_one, strict=True))
 
     @property
     def kinds(self) -> str:
@@ -93,11 +77,6 @@ class Matrices:
         """Returns what must be the same on all ranks that have parts of it."""
         return f"{self.name} {[*self.parameter.shape]} by Muon: {self.kinds}"
 
-    @property
-    def local(self) -> Tensor:
-        """This rank's part of the parameter."""
-        return local_part(self.parameter.detach())
-
     def of(self, tensor: Tensor) -> Tensor:
         """Returns this rank's part of a tensor that lies as the parameter, [n, ...]."""
         local = local_part(tensor.detach())
@@ -109,22 +88,21 @@ class Matrices:
             return tensor.redistribute(placements=[Shard(0)])
         return tensor
 
-    def own_box(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Returns which rows of a parameter that is cut this rank has, the first and their number, and which part."""
+    def own_part(self) -> list[tuple[int, int]]:
+        """Returns where this rank's part of a parameter that is cut begins and ends, in each dimension."""
         assert isinstance(self.parameter, DTensor)
-        dims, rows = len(self.row_shape), (0, 1)
-        if not self.local.numel():
-            return rows, (0,) * dims, (0,) * dims
+        if not local_part(self.parameter.detach()).numel():
+            return [(0, 0)] * self.parameter.ndim
         chunk = self.parameter.__create_chunk_list__()[0]
-        if self.stacked:
-            rows = (chunk.offsets[0], chunk.sizes[0])
-        return rows, tuple(chunk.offsets[-dims:]), tuple(chunk.sizes[-dims:])
+        return [(first, first + size) for first, size in zip(chunk.offsets, chunk.sizes, strict=True)]
 
-    def set_boxes(self, of_ranks: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]]) -> None:
-        """Takes what ``own_box`` returned on each rank. Raises ValueError where that is not one row after another."""
-        self.boxes = [Box(tuple(offsets), tuple(sizes)) for _, offsets, sizes in of_ranks]
-        rows = {tuple(rows) for (rows, _, sizes) in of_ranks if math.prod(sizes)}
-        if len(rows) != 1 or sum(box.size for box in self.boxes) != math.prod(self.row_shape):
+    def set_parts(self, of_ranks: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Takes what ``own_part`` returned on each rank. Raises ValueError where that is not one row after another."""
+        in_row = [part[-len(self.row_shape) :] for part in of_ranks]
+        self.boxes = [(slice(None), *(slice(*ends) for ends in part)) for part in in_row]
+        sizes = [self.row[box].numel() for box in self.boxes]
+        rows = {tuple(part[0]) for part, size in zip(of_ranks, sizes, strict=True) if size and self.stacked}
+        if len(rows) > 1 or sum(sizes) != self.row.numel():
             raise ValueError(
                 f"{self.name} {[*self.parameter.shape]} is sharded so that ranks have parts of other rows, or the same "
                 "parts; shard it over one dimension of a mesh, or let muon= return False for it"
@@ -136,31 +114,14 @@ class Matrices:
         """
         place, lr = self.of(self.parameter)[rows], float(group["lr"])
         place.mul_(1 - lr * group["weight_decay"])
-        for part, (out, inward), first, size in self._segments(update):
-            match group["adjust_lr_fn"]:
-                case "match_rms_adamw":
-                    scale = 0.2 * math.sqrt(max(out, inward))
-                case _:
-                    scale = math.sqrt(max(1, out / inward))
-            target = place if size is None else place[:, first : first + size]
-            # Two operations, as a fused one may round the last elements of a part otherwise than those before.
-            target.add_(part.to(torch.promote_types(part.dtype, torch.float32), copy=True).mul_(-lr * scale))
-
-    def _segments(self, update: Tensor) -> Iterator[tuple[Tensor, tuple[int, int], int, int | None]]:
-        """Yields the parts of an update that have matrices of one shape, and where they begin in a row of flat masters;
-        in any other parameter all matrices have one shape.
-        """
-        if len(set(self.shapes)) == 1:
-            yield update, self.shapes[0], 0, None
-            return
-        assert len(self.row_shape) == 1
-        box = self.boxes[self.channel.rank] if self.channel is not None else Box((0,), self.row_shape)
-        begin, end = box.offsets[0], box.offsets[0] + box.sizes[0]
-        for view, shape in zip(self._of_row, self.shapes, strict=True):
-            offset = int(view.storage_offset())
-            first, last = max(begin, offset), min(end, offset + view.numel())
-            if first < last:
-                yield update[:, first - begin : last - begin], shape, first - begin, last - first
+        scale = torch.empty_like(self.row, dtype=torch.float32, device=place.device)
+        for view, (out, inward) in zip(self.views(scale), self.shapes, strict=True):
+            as_adamw = group["adjust_lr_fn"] == "match_rms_adamw"
+            view.fill_(-lr * (0.2 * math.sqrt(max(out, inward)) if as_adamw else math.sqrt(max(1, out / inward))))
+        if self.channel is not None:
+            scale = scale[self.boxes[self.channel.rank]]
+        # Two operations, as a fused one may round the last elements of a part otherwise than those before.
+        place.add_(update.float().mul_(scale))
 
 
 def matrices_of(
@@ -212,8 +173,6 @@ def matrices_of(
                     "whole; shard it as a DTensor, or let muon= return False for it"
                 )
             matrices = Matrices(name, parameter, lambda rows: [rows])
-        if not parameter.is_floating_point():
-            raise ValueError(f"{name} has dtype {parameter.dtype}; Muon trains floating-point parameters")
         found[parameter] = matrices
     if not found:
         raise ValueError(

@@ -191,25 +191,24 @@ class Muon(Optimizer):
         for parameter, state in states:
             # Optimizers cast state to the dtype of its parameter.
             if parameter in self._matrices and state:
-                momentum = state["momentum_buffer"].to(parameter.device, _momentum_dtype(parameter))
+                momentum = state["momentum_buffer"].to(parameter.device, torch.float32)
                 self.state[parameter]["momentum_buffer"] = self._matrices[parameter].placed(momentum)
 
     def _train_matrices(self, group_of: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Makes a step of Muon. The messages of a round travel while the round before is computed."""
-        groups = {id(each): group_of[each.parameter] for each in self._matrices.values()}
+        groups = {each: group_of[each.parameter] for each in self._matrices.values()}
         active = self._with_gradients()
         for each in active:
             state = self.state[each.parameter]
             if "momentum_buffer" not in state:
-                momentum = torch.zeros_like(
-                    each.parameter, dtype=_momentum_dtype(each.parameter), memory_format=torch.preserve_format
-                )
+                momentum = torch.zeros_like(each.parameter, dtype=torch.float32)
                 state["momentum_buffer"] = each.placed(momentum)
-        ids = {id(each) for each in active}
-        rounds = []
-        for work in self._rounds:
-            shares = [share for share in work.shares if id(share.matrices) in ids]
-            rounds.append(self._train(work.channel, shares, groups) if shares else iter(()))
+            if each.parameter.grad is not None:
+                each.parameter.grad = each.placed(each.parameter.grad)
+        found = set(active)
+        rounds = [
+            self._train([share for share in shares if share.matrices in found], groups) for shares in self._rounds
+        ]
         # While a round is computed, the messages of the next one are on their way, and those of the one before return.
         for first in range(len(rounds) + 2):
             for index in (first, first - 1, first - 2):
@@ -218,44 +217,44 @@ class Muon(Optimizer):
 
     def _with_gradients(self) -> list[Matrices]:
         """Returns the parameters that have a gradient on any of the ranks that have parts of their matrices."""
-        found = {id(each): each.parameter.grad is not None for each in self._matrices.values()}
+        found = {each: each.parameter.grad is not None for each in self._matrices.values()}
         by_channel: dict[Channel, list[Matrices]] = {}
         for each in self._matrices.values():
             if each.channel is not None:
                 by_channel.setdefault(each.channel, []).append(each)
         for channel, cut in by_channel.items():
-            mine = bytes(found[id(each)] for each in cut)
+            mine = bytes(found[each] for each in cut)
             of_ranks = channel.gather_bytes(mine, Position("Muon.step()"), device_of(channel.group))
-            found |= {id(each): any(has) for each, has in zip(cut, zip(*of_ranks, strict=True), strict=True)}
-        return [each for each in self._matrices.values() if found[id(each)]]
+            found |= {each: any(has) for each, has in zip(cut, zip(*of_ranks, strict=True), strict=True)}
+        return [each for each, has in found.items() if has]
 
-    def _train(
-        self, channel: Channel | None, shares: Sequence[Share], groups: Mapping[int, Mapping[str, Any]]
-    ) -> Iterator[None]:
+    def _train(self, shares: Sequence[Share], groups: Mapping[Matrices, Mapping[str, Any]]) -> Iterator[None]:
         """Trains the shares of one round: sends what others own, and yields; receives what this rank owns, makes it
         orthogonal and sends it back, and yields; receives its own parts and adds them. Without a channel, one share
         after another.
         """
-        if channel is None:
+        if not shares:
+            return
+        first = shares[0].matrices
+        if (channel := first.channel) is None:
             yield
             for share in shares:
-                group = groups[id(share.matrices)]
-                update = self._update(share, group)
+                update = self._update(share, groups[first])
                 self._orthogonalize([share], [update], groups)
-                share.matrices.add_(share.rows, update, group)
+                first.add_(share.rows, update, groups[first])
             return
-        updates = [self._update(share, groups[id(share.matrices)]) for share in shares]
-        wholes, by_owner = updates, shares[0].matrices.by_owner
+        updates = [self._update(share, groups[share.matrices]) for share in shares]
+        wholes, by_owner = updates, first.by_owner
         if by_owner:
-            of = shares[0].matrices.boxes[channel.rank]
-            updates = [wholes[0].new_empty(sum(share.counts), *of.sizes) for share in shares]
+            part = first.row[first.boxes[channel.rank]].shape[1:]
+            updates = [wholes[0].new_empty(sum(share.counts), *part) for share in shares]
         else:
             wholes = [updates[0].new_empty(share.counts[channel.rank], *share.matrices.row_shape) for share in shares]
         # By rank: what this rank has of the rows that the other owns, and what the other has of the rows that it owns.
         mine_R, theirs_R = [], []
         for rank in range(channel.num_ranks):
             mine_R.append([update[share.owned_by(rank)] for share, update in zip(shares, updates, strict=True)])
-            theirs_R.append([share.matrices.boxes[rank].of(row) for share, row in zip(shares, wholes, strict=True)])
+            theirs_R.append([row[share.matrices.boxes[rank]] for share, row in zip(shares, wholes, strict=True)])
         receive = None if by_owner else _exchange(channel, mine_R, theirs_R)
         yield
         if receive is not None:
@@ -266,15 +265,16 @@ class Muon(Optimizer):
         yield
         receive()
         for share, update in zip(shares, updates, strict=True):
-            share.matrices.add_(share.rows, update, groups[id(share.matrices)])
+            for rows, of_rows in share.places():
+                share.matrices.add_(rows, update[of_rows], groups[share.matrices])
 
     def _orthogonalize(
-        self, shares: Sequence[Share], wholes: Sequence[Tensor], groups: Mapping[int, Mapping[str, Any]]
+        self, shares: Sequence[Share], wholes: Sequence[Tensor], groups: Mapping[Matrices, Mapping[str, Any]]
     ) -> None:
         """Makes all matrices in whole rows orthogonal, in place, those of one group together."""
         by_group: dict[int, tuple[Mapping[str, Any], list[Tensor]]] = {}
         for share, whole in zip(shares, wholes, strict=True):
-            group = groups[id(share.matrices)]
+            group = groups[share.matrices]
             by_group.setdefault(id(group), (group, []))[1].extend(share.matrices.views(whole))
         for group, views in by_group.values():
             orthogonalize_(views, group)
@@ -282,12 +282,10 @@ class Muon(Optimizer):
     def _update(self, share: Share, group: Mapping[str, Any]) -> Tensor:
         """Returns this rank's part of the update before it is made orthogonal, in the dtype of the iteration."""
         matrices, momentum = share.matrices, group["momentum"]
-        # All rows of a share with whole rows are those of this rank.
-        rows = slice(None) if matrices.by_owner else share.rows
-        buffer = matrices.of(self.state[matrices.parameter]["momentum_buffer"])[rows]
+        buffer = matrices.of(self.state[matrices.parameter]["momentum_buffer"])[share.rows]
         gradient = matrices.parameter.grad
-        grad = torch.zeros_like(buffer) if gradient is None else matrices.of(matrices.placed(gradient))[rows]
-        grad = grad.to(buffer.dtype)
+        grad = torch.zeros_like(buffer) if gradient is None else matrices.of(gradient)[share.rows]
+        grad = grad.float()
         buffer.lerp_(grad, 1 - momentum)
         update = grad.lerp(buffer, momentum) if group["nesterov"] else buffer
         dtype = self._ns_dtype or (torch.float32 if buffer.device.type == "cpu" else torch.bfloat16)
@@ -385,7 +383,8 @@ def _multiply_by_transpose(matrix: Tensor, out: Tensor) -> None:
 @dataclass(frozen=True)
 class Share:
     """Rows of one parameter that are trained together. ``counts`` [R]: of how many rows each rank of the channel is the
-    owner, in the order of ranks; empty where this rank has whole rows.
+    owner, in the order of ranks; empty where this rank has whole rows. Of a parameter ``by_owner``, ``rows`` are those
+    of each rank's own.
     """
 
     matrices: Matrices
@@ -397,13 +396,14 @@ class Share:
         first = sum(self.counts[:rank])
         return slice(first, first + self.counts[rank])
 
-
-@dataclass(frozen=True)
-class Round:
-    """Shares that travel in one message. ``channel``: None for shares that do not travel."""
-
-    channel: Channel | None
-    shares: tuple[Share, ...]
+    def places(self) -> Iterator[tuple[slice, slice]]:
+        """Yields rows of the parameter, and where in this share they are."""
+        if not self.matrices.by_owner:
+            yield self.rows, slice(None)
+            return
+        own = len(self.matrices.of(self.matrices.parameter)) // len(self.counts)
+        for rank in range(len(self.counts)):
+            yield slice(rank * own + self.rows.start, rank * own + self.rows.stop), self.owned_by(rank)
 
 
 def _connect(model: nn.Module, all_matrices: Sequence[Matrices]) -> dict[tuple[int, ...], Channel]:
@@ -451,64 +451,56 @@ def _require_alike(channel: Channel, described: Sequence[str]) -> None:
         raise_mismatch(text, channel, at, device, words)
 
 
-def _rounds_of(all_matrices: Sequence[Matrices], channels: Iterable[Channel]) -> list[Round]:
-    """Returns what is trained when, in the order of the model. Each row of a parameter that is cut goes to the rank
-    with the least work so far, costly rows first. A collective.
+def _rounds_of(all_matrices: Sequence[Matrices], channels: Iterable[Channel]) -> list[list[Share]]:
+    """Returns what is trained when, in the order of the model; shares of one round travel together, if they travel.
+    Each row of a parameter that is cut goes to the rank with the least work so far, costly rows first. A collective.
     """
-    shares: dict[int, list[Share]] = {}
-    mine = 0
-    for matrices in all_matrices:
-        num_rows = len(matrices.of(matrices.parameter))
-        if matrices.channel is None:
-            starts = range(0, num_rows, _ROWS_AT_ONCE)
-            shares[id(matrices)] = [Share(matrices, slice(row, row + _ROWS_AT_ONCE)) for row in starts]
-            mine += num_rows * matrices.cost
+    num_rows = {each: len(each.of(each.parameter)) for each in all_matrices}
+    shares: dict[Matrices, list[Share]] = {}
+    for each in all_matrices:
+        starts = range(0, num_rows[each], _ROWS_AT_ONCE)
+        shares[each] = [Share(each, slice(row, row + _ROWS_AT_ONCE)) for row in starts]
+    mine = sum(num_rows[each] * each.cost for each in all_matrices if each.channel is None)
     for channel in channels:
-        cut = [matrices for matrices in all_matrices if matrices.channel is channel]
-        if not cut:
-            continue
-        said = json.dumps([mine, [matrices.own_box() for matrices in cut]]).encode()
-        of_ranks = [
-            json.loads(each) for each in channel.gather_bytes(said, Position("Muon()"), device_of(channel.group))
-        ]
+        cut = [each for each in all_matrices if each.channel is channel]
+        said = json.dumps([mine, [each.own_part() for each in cut]]).encode()
+        of_ranks = [*map(json.loads, channel.gather_bytes(said, Position("Muon()"), device_of(channel.group)))]
         work = [(load, rank) for rank, (load, _) in enumerate(of_ranks)]
-        for index, matrices in enumerate(cut):
-            matrices.set_boxes([boxes[index] for _, boxes in of_ranks])
-        for matrices in sorted(cut, key=lambda each: -each.cost):
-            num_rows = len(matrices.of(matrices.parameter))
-            # Gradients of whole rows lie in the order of their owners, as many on each.
-            at_once = num_rows if matrices.by_owner else _ROWS_AT_ONCE * channel.num_ranks
-            shares[id(matrices)] = []
-            for row in range(0, num_rows, at_once):
-                counts = [0] * channel.num_ranks
-                for turn in range(row, min(num_rows, row + at_once)):
-                    rank = turn % channel.num_ranks if matrices.by_owner else min(work)[1]
-                    work[rank] = (work[rank][0] + matrices.cost, rank)
+        for index, each in enumerate(cut):
+            each.set_parts([parts[index] for _, parts in of_ranks])
+        for each in sorted(cut, key=lambda each: -each.cost):
+            at_once, shares[each] = _ROWS_AT_ONCE * channel.num_ranks, []
+            for row in range(0, num_rows[each], at_once):
+                stop, counts = min(num_rows[each], row + at_once), [0] * channel.num_ranks
+                if each.by_owner:
+                    # Gradients of whole rows are on their owners already, as many on each.
+                    own = slice(row // channel.num_ranks, stop // channel.num_ranks)
+                    shares[each].append(Share(each, own, (own.stop - own.start,) * channel.num_ranks))
+                    continue
+                for _ in range(row, stop):
+                    rank = min(work)[1]
+                    work[rank] = (work[rank][0] + each.cost, rank)
                     counts[rank] += 1
-                shares[id(matrices)].append(Share(matrices, slice(row, row + at_once), tuple(counts)))
+                shares[each].append(Share(each, slice(row, stop), tuple(counts)))
         mine = work[channel.rank][0]
-    rounds: list[Round] = []
+    rounds: list[list[Share]] = []
     waiting: dict[Channel, list[Share]] = {}
-    for matrices in all_matrices:
-        if (of := matrices.channel) is None:
+    for each in all_matrices:
+        if (of := each.channel) is None:
             # One round for each parameter, as ranks may have other numbers of rows, and must have the same rounds.
-            rounds.append(Round(None, tuple(shares[id(matrices)])))
-        elif matrices.stacked:
-            rounds += [Round(of, (share,)) for share in shares[id(matrices)]]
+            rounds.append(shares[each])
+        elif each.stacked:
+            rounds += [[share] for share in shares[each]]
         else:
             together = waiting.setdefault(of, [])
-            together += shares[id(matrices)]
+            together += shares[each]
             if len(together) == of.num_ranks:
-                rounds.append(Round(of, tuple(waiting.pop(of))))
-    return rounds + [Round(channel, tuple(left)) for channel, left in waiting.items()]
+                rounds.append(waiting.pop(of))
+    return [*rounds, *waiting.values()]
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun if number == 1 else {'matrix': 'matrices'}.get(noun, noun + 's')}"
-
-
-def _momentum_dtype(parameter: Tensor) -> torch.dtype:
-    return torch.promote_types(parameter.dtype, torch.float32)
 
 
 def _check(options: Mapping[str, Any], ns_dtype: torch.dtype | None) -> None:

@@ -177,8 +177,8 @@ def test_products_by_halves_are_the_products(monkeypatch: pytest.MonkeyPatch) ->
 def work_of(strategy: ms.Strategy) -> int:
     """The cost of all rows that this rank owns, of parameters that no rank has whole."""
     optimizer = ms.Muon(Stack(SHAPE, strategy, num_layers=2))
-    rounds = [each for each in optimizer._rounds if each.channel is not None]
-    return sum(share.counts[dist.get_rank()] * share.matrices.cost for each in rounds for share in each.shares)
+    shares = [share for of_round in optimizer._rounds for share in of_round if share.matrices.channel is not None]
+    return sum(share.counts[dist.get_rank()] * share.matrices.cost for share in shares)
 
 
 def test_work_is_shared_out_over_layers(ranks: LocalRanks) -> None:
