@@ -89,12 +89,14 @@ class _Model:
 
 
 @unseen_by_selective_checkpoints
-def run(experts: Experts, module: Any, x_TH: Tensor, *others: Tensor | None) -> Tensor:
-    """Returns y [T, H] in x's dtype, computed in the dtype of autocast, or else of the experts of ``module``.
-    ``others``: what else ``experts`` take, the routing and perhaps a mask.
+def run(
+    experts: Experts, module: Any, x_TH: Tensor, *others: Tensor | None, param_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Returns y [T, H] in x's dtype, computed in the dtype of autocast, or else in ``param_dtype``, by default that of
+    the experts of ``module``. ``others``: what else ``experts`` take, the routing and perhaps a mask.
     """
     experts.training = module.training
-    dtype = compute_dtype(module._parameters["down_proj"])
+    dtype = compute_dtype(module._parameters["down_proj"], param_dtype)
     # A copy, as experts' output lies in a page, and FSDP loses its hooks where a model adds to such a view in place.
     return experts(x_TH.to(dtype), *others).to(x_TH.dtype, copy=True)
 
@@ -195,12 +197,14 @@ def strategy_experts(
     cluster: ClusterSpec | None = None,
     dtype: torch.dtype | None = None,
     adapters: Sequence[Any] = (),
+    alone: bool = False,
 ) -> Experts:
     """Returns the module's experts under ``strategy``, which read its parameters. Leaves the module as it is: ``shard``
     gives it to them.
 
     ``num_batches``: the number of all ranks' batches, over which gradients are the mean. ``dtype``: experts
     compute in; by default the dtype of their parameters. ``adapters``: LoRA around the module (``adapters_of``).
+    ``alone``: FSDP does not hold the parameters, nor cast them to ``dtype``, nor divide their gradients.
 
     Raises ValueError for a module that cannot be sharded that way, or that the strategy does not fit.
     """
@@ -223,10 +227,13 @@ def strategy_experts(
     matrices, products = description.names[:2], adapters_are_products(strategy) and ep_mesh.device_type == "cpu"
     by_products = [adapter_of.pop(name, None) for name in matrices] if products else []
 
+    # What FSDP would do beside.
+    beside = (dtype, num_batches) if alone else (None, None)
+
     def read() -> dict[str, Tensor]:
         if replaced := [name for name in names.values() if is_parametrized(module, name)]:
             raise _computed(kind, replaced[0])
-        return {part: with_lora(module, name, adapter_of.get(name)) for part, name in names.items()}
+        return {part: with_lora(module, name, adapter_of.get(name), *beside) for part, name in names.items()}
 
     def add_gradients(gradients: Parts) -> None:
         if isinstance(module, FSDPModule):
@@ -240,7 +247,14 @@ def strategy_experts(
     add = None if adapter_of else add_gradients
     activation = None if description.swiglu else description.activation
     low_rank = factors if any(by_products) else None
-    outside = OutsideExperts(read, description.transposed, activation, add_gradients=add, adapters=low_rank)
+    outside = OutsideExperts(
+        read,
+        description.transposed,
+        activation,
+        add_gradients=add,
+        adapters=low_rank,
+        mean_over=beside[1],
+    )
     device = ep_mesh.device_type
     return Experts(shape, strategy, ep_mesh, cluster=cluster, layer_index=layer_index, device=device, outside=outside)
 

@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.utils.parametrize import is_parametrized
 
+from moesys.moe.outside import mean_of
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -82,15 +84,15 @@ def _is_swiglu(module: Any) -> bool:
     return module.act_fn is nn.functional.silu or isinstance(module.act_fn, nn.SiLU | SiLUActivation)
 
 
-def compute_dtype(weight: Tensor) -> torch.dtype:
-    """Returns the dtype of the products: autocast's, or else that of the weights."""
+def compute_dtype(weight: Tensor, dtype: torch.dtype | None = None) -> torch.dtype:
+    """Returns the dtype of the products: autocast's, or else ``dtype``, by default that of the weights."""
     if weight.dtype not in DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise TypeError(f'experts have dtype {weight.dtype}; experts_implementation="moesys" takes {names}')
     device_type = weight.device.type
     if weight.dtype != torch.float64 and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
-    return weight.dtype
+    return dtype or weight.dtype
 
 
 def is_adapter(module: nn.Module) -> bool:
@@ -190,8 +192,11 @@ def _padded(inward: Tensor, outward: Tensor) -> tuple[Tensor, Tensor]:
     return functional.pad(inward, (0, 0, 0, more)).contiguous(), functional.pad(outward, (0, more)).contiguous()
 
 
-def with_lora(module: Any, name: str, adapter: Any | None) -> Tensor:
-    """Returns the parameter ``name`` of an experts module with what ``adapter`` adds to this rank's part of it.
+def with_lora(
+    module: Any, name: str, adapter: Any | None, dtype: torch.dtype | None = None, mean_over: int | None = None
+) -> Tensor:
+    """Returns the parameter ``name`` of an experts module with what ``adapter`` adds to this rank's part of it, in
+    ``dtype`` or in its own. ``mean_over``: as of ``OutsideExperts``.
 
     While FSDP has the adapter sharded, this is an empty tensor, whose shape says that the part is not at hand.
     """
@@ -200,6 +205,9 @@ def with_lora(module: Any, name: str, adapter: Any | None) -> Tensor:
     if adapter is None or adapter.disable_adapters or adapter.merged or not isinstance(parameter, DTensor):
         return parameter
     weight = parameter.to_local()
+    if weight.requires_grad and mean_over is not None:
+        weight.register_hook(partial(mean_of, mean_over))
+    weight = weight.to(dtype)
     active = [each for each in adapter.active_adapters if each in adapter.lora_A]
     if any(isinstance(adapter.lora_A[each].weight, DTensor) for each in active):
         return weight.new_empty(0)
@@ -208,7 +216,7 @@ def with_lora(module: Any, name: str, adapter: Any | None) -> Tensor:
         for each in active:
             left, right = _factors(module, parameter, adapter, each)
             add = torch.addmm if weight.ndim == 2 else torch.baddbmm
-            weight = add(weight, left, right, alpha=adapter.scaling[each])
+            weight = add(weight, left.to(weight.dtype), right.to(weight.dtype), alpha=adapter.scaling[each])
     return weight
 
 

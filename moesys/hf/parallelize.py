@@ -93,10 +93,12 @@ def parallelize(
     expert_mesh = _expert_mesh(mesh)
     num_ranks = expert_mesh.size()
     dense_mesh = DeviceMesh(expert_mesh.device_type, torch.arange(num_ranks), mesh_dim_names=("fsdp",))
+    # Experts of one group are gathered from no other, and added to those of no other, so FSDP need not hold them.
+    alone = expert_mesh["efsdp"].size() == 1
     # Experts are made before the model is changed, because a strategy that does not fit is refused here.
-    dtype = policy.param_dtype
+    given = strategy, expert_mesh[EP]
     made = [
-        strategy_experts(module, strategy, expert_mesh[EP], index, num_ranks, cluster, dtype, adapters.get(module, ()))
+        strategy_experts(module, *given, index, num_ranks, cluster, policy.param_dtype, adapters.get(module, ()), alone)
         for index, module in enumerate(modules)
     ]
     everyone = Channel(dist.group.WORLD, [0] * num_ranks, Recorder(0), Meter(), expert_mesh.device_type)
@@ -107,23 +109,21 @@ def parallelize(
         # FSDP moves only what it shards.
         parameter.data = parameter.data.to(expert_mesh.device_type if not parameter.is_meta else "meta")
     watch_optimizers(model, {*model.parameters()} - whole)
-    fsdp: Any = partial(fully_shard, ignored_params=whole)
+    left_out = set(whole)
+    fsdp: Any = partial(fully_shard, ignored_params=left_out)
     # ``output_dtype`` applies to the output of the model, not to what its modules pass to each other.
     of_blocks = replace(policy, output_dtype=None)
-    # Where there is one group nothing travels, and FSDP would divide twice by what other dtypes need.
-    alone = expert_mesh["efsdp"].size() == 1
-    of_experts = replace(of_blocks, reduce_dtype=torch.float32) if alone else of_blocks
     for module, experts in zip(modules, made, strict=True):
         shard(module, experts)
-        module.forward = partial(_forward, module, experts)
+        module.forward = partial(_forward, module, experts, of_blocks if alone else None)
         bypass(adapters.get(module, ()))
-        unit: FSDPModule = fsdp(module, mesh=expert_mesh["efsdp"], mp_policy=of_experts)
-        # Each group's gradients are sums already: the sum of the groups' over all ranks is the mean. Where there is one
-        # group FSDP adds nothing up, and divides. On one rank a division by 1 would write each gradient once more.
-        if num_ranks > 1:
-            unit.set_gradient_divide_factor(float(num_ranks))
-        if not alone:
-            unit.set_force_sum_reduction_for_comms(True)
+        if alone:
+            left_out.update(_own_parameters(module).values())
+            continue
+        unit: FSDPModule = fsdp(module, mesh=expert_mesh["efsdp"], mp_policy=of_blocks)
+        # Each group's gradients are sums already: the sum of the groups' over all ranks is the mean.
+        unit.set_gradient_divide_factor(float(num_ranks))
+        unit.set_force_sum_reduction_for_comms(True)
     # A part of a block computes with the inputs that it would have inside of the block's unit.
     of_parts = replace(of_blocks, cast_forward_inputs=False)
     blocks_of: dict[nn.Module, set[nn.Module]] = {}
@@ -176,8 +176,21 @@ def _check_not_tied(model: nn.Module, modules: list[nn.Module]) -> None:
                 )
 
 
-def _forward(module: nn.Module, experts: Experts, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    return run(experts, module, hidden, index, weights, real_tokens(hidden))
+def _forward(
+    module: nn.Module,
+    experts: Experts,
+    policy: MixedPrecisionPolicy | None,
+    hidden: Tensor,
+    index: Tensor,
+    weights: Tensor,
+) -> Tensor:
+    """Runs ``experts`` under ``policy``; None where FSDP does."""
+    mask_T = real_tokens(hidden)
+    if policy is None:
+        return run(experts, module, hidden, index, weights, mask_T)
+    if policy.cast_forward_inputs:
+        hidden, weights = hidden.to(policy.param_dtype), weights.to(policy.param_dtype)
+    return run(experts, module, hidden, index, weights, mask_T, param_dtype=policy.param_dtype)
 
 
 def _expert_mesh(mesh: DeviceMesh | None) -> DeviceMesh:

@@ -155,7 +155,8 @@ class LayerCall:
         self.upcoming = ()
         experts = transfer.finish()
         experts.adapters = adapters
-        experts.keeper = store.masters if self.expects_backward and not store.reshard_after_forward else None
+        stay = self.expects_backward and not store.reshard_after_forward and store.masters.keeps_casts
+        experts.keeper = store.masters if stay else None
         return experts
 
     def end_forward(self) -> None:
@@ -276,10 +277,11 @@ class RoutedExperts(torch.autograd.Function):
         dfactors = zeros_like_factors(factors) if adapts else [None] * NUM_FACTORS
         dy_TH = grad_outputs[0]
         dy_NH = call.without_padding(dy_TH).contiguous()
-        grads_DP = gradients = None
+        grads = gradients = None
         if any(wanted):
-            grads_DP = store.new_gradients(call.layout, dy_TH.device)
-            gradients = store.shards.form.gradients(grads_DP)
+            dtype = store.masters.gradient_dtype or masters[0].dtype
+            grads = store.new_gradients(call.layout, dy_TH.device, dtype)
+            gradients = grads if isinstance(grads, ExpertGradients) else store.shards.form.gradients(grads)
         elif adapts:
             # Only gradients of LoRA are computed.
             gradients = ExpertGradients(None, None)  # type: ignore[arg-type]
@@ -300,13 +302,12 @@ class RoutedExperts(torch.autograd.Function):
             dx_TH, dweight_TK = (call.with_padding(each, len(dy_TH)) for each in of_tokens)
         call.release()
         dmasters: list[Tensor | None] = [None] * len(masters)
-        if grads_DP is not None:
+        if grads is not None:
             leaf = ctx.next_functions[2 + wanted.index(True)][0]
             # Delayed and whole gradients are in no graph, so there are none where gradients may be differentiated.
             may_delay = (store.delay_reshard or store.whole_gradients) and not ctx.creates_graph and _reaches_grad(leaf)
             whole = may_delay and store.whole_gradients
-            dtype = store.masters.gradient_dtype or masters[0].dtype
-            transfer = store.start_reshard(grads_DP, call.layout, call.generation, dtype, whole)
+            transfer = store.start_reshard(grads, call.layout, call.generation, dtype, whole)
             late = may_delay and store.delay_reshard and lookahead.delay(store, transfer)
             if whole and not late:
                 store.masters.accumulate_gradient(transfer.finish())

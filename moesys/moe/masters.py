@@ -173,6 +173,11 @@ class Masters(ABC):
         """The dtype that ``gradients_of`` takes; None is that of the masters."""
         return None
 
+    @property
+    def keeps_casts(self) -> bool:
+        """Whether casts that forward has made stay for its backward."""
+        return True
+
     @abstractmethod
     def accumulate_gradient(self, gradients: Sequence[Tensor]) -> None:
         """Adds gradients to ``.grad`` that autograd does not add, because it is past the layer."""

@@ -58,6 +58,8 @@ class OutsideExperts:
         ``down``, in [out, in] whichever way matrices lie, all experts on each rank; None for a matrix without. Their
         product is added to the matrix by two products of rank r, a multiple of 16. Gradients are those of the experts
         that this rank computes: the sum over all ranks is whole.
+    mean_over: gradients of parameters, which are ``DTensor``s that FSDP does not hold, are divided by it. As under
+        FSDP, casts are made anew for backward.
 
     Raises ValueError, where ``Experts`` are made or parts are read, for parts that do not fit.
     """
@@ -69,6 +71,7 @@ class OutsideExperts:
     add_gradients: Callable[[Parts], None] | None = None
     adapters: Callable[[], Sequence[Tensor | None]] | None = None
     collect: Callable[[Parts], Parts] | None = None
+    mean_over: int | None = None
 
     @torch.no_grad()
     def form(self, shape: ModelShape) -> ExpertForm:
@@ -180,7 +183,12 @@ class OutsideMasters(Masters):
     def differentiable(self) -> tuple[Tensor, ...]:
         tensors = self._tensors(self._outside.read())
         self._computed, self._device = _are_computed(tensors), tensors[0].device
-        return tuple(map(local_part, tensors))
+        local = tuple(map(local_part, tensors))
+        if (number := self._outside.mean_over) is not None:
+            for part, kept in zip(local, tensors, strict=True):
+                if part.requires_grad and isinstance(kept, nn.Parameter):
+                    part.register_hook(partial(mean_of, number))
+        return local
 
     def by_part(self, masters: Sequence[Tensor]) -> tuple[Master, ...]:
         left = iter([master.detach() for master in masters])
@@ -195,6 +203,10 @@ class OutsideMasters(Masters):
     @property
     def gradient_dtype(self) -> torch.dtype | None:
         return None if self._outside.collect is None else torch.float32
+
+    @property
+    def keeps_casts(self) -> bool:
+        return self._outside.mean_over is None
 
     @property
     def device(self) -> torch.device:
@@ -266,6 +278,15 @@ def adapters_are_products(strategy: Strategy) -> bool:
 def _are_computed(tensors: Sequence[Tensor]) -> bool:
     """Returns whether tensors may be computed anew whenever they are read, with or without gradients."""
     return not all(isinstance(tensor, nn.Parameter) for tensor in tensors)
+
+
+def mean_of(number: int, gradient: Tensor | None) -> Tensor | None:
+    """Returns a gradient divided by ``number``, in its own memory if it lies as ``.grad`` does, which it becomes; None
+    if it comes later.
+    """
+    if gradient is None or (number == 1 and gradient.is_contiguous()):
+        return gradient
+    return gradient.div_(number) if gradient.is_contiguous() else gradient / number
 
 
 def _name(function: Any) -> str:

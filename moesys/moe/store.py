@@ -31,7 +31,7 @@ from moesys.kernels.launch import to_device
 from moesys.layout import ExpertLayout
 from moesys.moe.masters import Expert, ExpertForm, Master, Masters
 from moesys.overlap.comm.channel import Channel
-from moesys.overlap.executor import Adapters, ExpertWeights
+from moesys.overlap.executor import Adapters, ExpertGradients, ExpertWeights
 
 
 class RestoredExperts(Sequence[ExpertWeights]):
@@ -449,25 +449,34 @@ class ExpertStore:
         """
         return self._prefetched is not None and self._prefetched[0] == (self.schedule.layout, pass_number, self.dtype)
 
-    def new_gradients(self, layout: ExpertLayout, device: torch.device) -> Tensor:
+    def new_gradients(self, layout: ExpertLayout, device: torch.device, dtype: torch.dtype) -> Tensor | ExpertGradients:
         """Returns memory for the gradients of the slots of ``layout``, [D, padded_parameters]: float64 where those of
-        several ranks are added up and the result may not depend on the layout.
+        several ranks are added up and the result may not depend on the layout. Or, where nothing is added to them, that
+        of the masters' gradients, in their ``dtype``; not for MegaKernels, which are compiled for one form.
         """
-        invariant = isinstance(self.schedule.strategy.reduction, LayoutInvariant)
+        strategy, shards = self.schedule.strategy, self.shards
+        invariant, parts = isinstance(strategy.reduction, LayoutInvariant), shards.form.joined.parts
+        as_computed = not shards.flat and len(parts) == len(shards.form.parts)
+        if as_computed and not (invariant or strategy.overlap.reaches_memory) and shards.keeps_all(layout.held_by_rank):
+            D = len(layout.held_by_rank[shards.rank])
+            places = {part.name: shards.memory.empty((D, *part.shape), dtype, device) for part in parts}
+            return ExpertGradients(**places)
         added = invariant and bool((layout.replicas_RE > 0).sum(axis=0).max() > 1)
-        return self.shards.new_gradients(layout, device, torch.float64 if added else torch.float32)
+        return shards.new_gradients(layout, device, torch.float64 if added else torch.float32)
 
     def start_reshard(
-        self, grads_DP: Tensor, layout: ExpertLayout, generation: int, dtype: torch.dtype, whole: bool
+        self, grads: Tensor | ExpertGradients, layout: ExpertLayout, generation: int, dtype: torch.dtype, whole: bool
     ) -> Reshard:
         """Creates the transfer that gives owners the sums of slot gradients in ``dtype``, or one rank each those of
         ``whole`` experts. A collective.
 
         Unless gradients are first summed inside nodes, nothing is sent before ``start`` or ``finish``.
         """
+        if isinstance(grads, ExpertGradients):
+            return ExpertTransfer(without_messages(tuple(each for each in grads if each is not None)))
         channel = self.channel.tagged(generation)
         reshard = self.shards.reshard_whole if whole else self.shards.reshard
-        steps = reshard(grads_DP, layout, channel, f"layer {self.layer_index}")
+        steps = reshard(grads, layout, channel, f"layer {self.layer_index}")
         return ExpertTransfer(_in_dtype(steps, dtype))
 
 

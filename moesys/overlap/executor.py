@@ -104,8 +104,9 @@ class HeldExperts(Protocol):
 
 
 class ExpertGradients(NamedTuple):
-    """The memory of the weight gradients of all held experts, float32: [S, 2I, H] and [S, H, I], each matrix
-    contiguous, but others may lie between two. Biases as in ``ExpertWeights``.
+    """The memory of the weight gradients of all held experts, float32, or in the masters' dtype where nothing is added
+    to them: [S, 2I, H] and [S, H, I], each matrix contiguous, but others may lie between two. Biases as in
+    ``ExpertWeights``.
     """
 
     gate_up: Tensor

@@ -13,18 +13,21 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conftest import assert_equal, refusal
-from hf_models import drawn, text
+from hf_models import drawn, loss_of, text
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 import moesys as ms
 from moesys.hf import expert_parallel
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.moe.experts import experts_of
+from moesys.moe.masters import local_part
 from moesys.moe.runtime import MoERuntime
 
 EXPERTS = 12
@@ -272,6 +275,57 @@ def test_memory_is_as_many_slots_as_experts_in_the_compute_dtype(
     ranks: LocalRanks, dtype: torch.dtype, policy: MixedPrecisionPolicy | None
 ) -> None:
     assert ranks.run(slots_in_memory, dtype, policy, num_ranks=2) == [(8, 8)] * 2
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies of at least so many numbers, which messages are not: these are bytes."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.least, self.number = least, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        if re.search("copy|clone|cat", str(function)):
+            tensors = [each for each in tree_leaves((args, kwargs, out)) if isinstance(each, Tensor)]
+            sizes = [local_part(each).numel() for each in tensors if each.is_floating_point()]
+            self.number += max(sizes, default=0) >= self.least
+        return out
+
+
+def copies_of_experts(
+    strategy: ms.Strategy, sizes: tuple[int, int], dtype: torch.dtype
+) -> tuple[int, dict[str, Tensor], dict[str, Tensor]]:
+    """The copies of the second step, and the gradients of experts in one step of two micro-batches, of which FSDP sums
+    both, or the second only.
+    """
+    model, *_ = made(drawn("qwen3_moe", 32).to(dtype), strategy, sizes)
+    masters = {name: each for name, each in model.named_parameters() if "experts" in name}
+    copies = Copies(min(local_part(each).numel() for each in masters.values()))
+    loss_of(model, 0).backward()
+    model.zero_grad()
+    with copies:
+        loss_of(model, dist.get_rank()).backward()
+    found = []
+    for syncs in (True, False):
+        model.zero_grad()
+        for number, last in enumerate((False, True)):
+            model.set_requires_gradient_sync(last or syncs)
+            loss_of(model, number + dist.get_rank()).backward()
+        assert all(local_part(each.grad).is_contiguous() for each in masters.values())
+        found.append({name: each.grad.full_tensor() for name, each in masters.items()})
+    return copies.number, *found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_of_one_group_are_not_copied_and_those_of_two_are(ranks: LocalRanks, dtype: torch.dtype) -> None:
+    """FSDP neither gathers nor reduces them: products read the masters, and gradients are written where they stay."""
+    ep = ms.Strategy(name="ep", sharding=ms.Ep())
+    for strategy, num_ranks in ((ep, 2), (ep, 1), (FSEP.replace(sharding=ms.Fsep(slots_per_rank=32)), 1)):
+        for copies, *found in ranks.run(copies_of_experts, strategy, (1, num_ranks), dtype, num_ranks=num_ranks):
+            assert copies == 0
+            assert_equal(*found)
+    assert all(copies > 0 for copies, *_ in ranks.run(copies_of_experts, ep, (2, 1), dtype, num_ranks=2))
 
 
 def mesh(sizes: tuple[int, ...], *names: str) -> DeviceMesh:
