@@ -5,7 +5,14 @@ W words of a payload.
 
 from __future__ import annotations
 
+import ctypes
+import shutil
+import subprocess
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +22,9 @@ import triton.language as tl
 from gpu_ranks import GpuRank
 from torch import Tensor
 
+from moesys.kernels.experts.products import INTERPRETED
 from moesys.kernels.launch import kernel
-from moesys.kernels.symmetric.heap import RANK, Heap, Region, at
+from moesys.kernels.symmetric.heap import RANK, ArenaLayout, Heap, Region, at
 from moesys.kernels.symmetric.signals import PUBLISH, raise_flag, raise_if_given_up, wait
 
 pytestmark = pytest.mark.gpu(layer="flags in memory")
@@ -45,6 +53,73 @@ def test_rounds_on_one_gpu(gpu: GpuRank) -> str:
         _launch(heaps, [ranks - 1 - rank for rank in range(ranks)], first, min(LAUNCHED, rounds + 1 - first), wrong)
     _check_payloads(wrong, heaps)
     return f"{rounds} rounds of {4 * WORDS} bytes between {ranks} virtual ranks"
+
+
+# The other rank of ``_rounds``, as a function that the host runs.
+PEER = r"""
+#include <stdint.h>
+#include <time.h>
+
+int64_t play(
+    int32_t *mine, int32_t *flag_here, int32_t *theirs, int32_t *flag_there, int rounds, int words, int seconds
+) {
+    int64_t wrong = 0;
+    time_t end = time(0) + seconds;
+    for (int32_t epoch = 1; epoch <= rounds; epoch++) {
+        int32_t *sent = theirs + epoch % 2 * words, *found = mine + epoch % 2 * words;
+        for (int word = 0; word < words; word++)
+            sent[word] = (uint32_t)epoch * 40503u + 9973u + word;
+        __atomic_store_n(flag_there, epoch, __ATOMIC_RELEASE);
+        while (__atomic_load_n(flag_here, __ATOMIC_ACQUIRE) < epoch)
+            if (time(0) > end)
+                return -epoch;
+        for (int word = 0; word < words; word++)
+            wrong += found[word] != (int32_t)((uint32_t)epoch * 40503u + word);
+    }
+    return wrong;
+}
+"""
+# The host gives a GPU up after so many seconds, and a GPU the host after so many loads, of a microsecond each.
+PEER_S, MOST_POLLS = 60, tl.constexpr(1 << 24)
+
+
+@pytest.mark.gpu(limit_s=90, after=("device",))
+def test_rounds_with_the_host(gpu: GpuRank) -> str:
+    """In a million rounds with a thread of the host, over the real bus, every payload is there when its flag is."""
+    if (compiler := shutil.which("cc")) is None:
+        pytest.skip("there is no C compiler, cc, for the host's part")
+    with TemporaryDirectory() as folder:
+        library = Path(folder) / "peer.so"
+        given = [compiler, "-O2", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
+        subprocess.run(given, input=PEER, text=True, check=True)
+        play = ctypes.CDLL(str(library)).play
+    play.restype = ctypes.c_int64
+    rounds = REHEARSED_ROUNDS if gpu.rehearsed else ROUNDS
+    assert _played_with(play, gpu.device, rounds) == 0, "words were not there when their flag was"
+    # Otherwise nothing was proven.
+    assert _played_with(play, gpu.device, REHEARSED_ROUNDS, early=True) > 0, "a flag before its payload went unnoticed"
+    return f"{rounds} rounds of {4 * WORDS} bytes between a GPU and its host; a planted fault was found"
+
+
+def _played_with(play: Any, device: torch.device, rounds: int, *, early: bool = False) -> int:
+    """The words that either rank missed: rank 0 is a program, rank 1 the host, and both arenas are the host's."""
+    layout = ArenaLayout.of(REGIONS)
+    arenas = [torch.zeros(layout.num_bytes, dtype=torch.uint8) for _ in range(2)]
+    if device.type == "cuda":
+        arenas = [arena.pin_memory() for arena in arenas]
+    bases = [arena.data_ptr() for arena in arenas]
+    world = torch.tensor([2, 0, 0, *bases], dtype=torch.int64, device=device)
+    wrong = torch.zeros(WORDS, dtype=torch.int64, device=device)
+    regions = [base + layout.offset[name] for base in bases[::-1] for name in ("payload", "flag")]
+    with ThreadPoolExecutor(1) as host:
+        played = host.submit(play, *map(ctypes.c_void_p, regions), rounds, WORDS, PEER_S)
+        for first in range(1, rounds + 1, LAUNCHED):
+            chunk = min(LAUNCHED, rounds + 1 - first)
+            offsets = layout.offset["payload"], layout.offset["flag"]
+            _rounds_with_host[(1,)](world, *offsets, first, chunk, wrong, W=WORDS, EARLY=early, num_warps=4)
+        missed_here, missed_there = int(wrong.sum()), played.result()
+    assert missed_there >= 0, f"the host waited {PEER_S} s for round {-missed_there}"
+    return missed_here + missed_there
 
 
 @pytest.mark.gpu(limit_s=90, ranks="together", after=("shared memory", "rounds on one gpu"))
@@ -112,6 +187,41 @@ def _rounds(world, payload, flag, peer, first, rounds, wrong_ptr, W: tl.constexp
         wait(flag_here, lane < 1, epoch, peer + lane, lane - 1, lane, PUBLISH, world)
         wrong += (tl.load(mine + place) != _payload(epoch, peer, word)).to(tl.int64)
     tl.store(wrong_ptr + word, tl.load(wrong_ptr + word) + wrong)
+
+
+@kernel(do_not_specialize=["first", "rounds"])
+def _rounds_with_host(world, payload, flag, first, rounds, wrong_ptr, W: tl.constexpr, EARLY: tl.constexpr):
+    """Plays as rank 0. ``EARLY``: a fault, by which a flag is raised before its payload is stored."""
+    word, lane = tl.arange(0, W), tl.arange(0, 1)
+    mine, theirs = at(world, 0, payload, tl.int32), at(world, 1, payload, tl.int32)
+    flag_here, flag_there = at(world, 0, flag, tl.int32) + lane, at(world, 1, flag, tl.int32) + lane
+    wrong = tl.zeros([W], tl.int64)
+    for turn in range(rounds):
+        epoch = first + turn
+        place = (epoch % 2) * W + word
+        if EARLY:
+            raise_flag(flag_there, epoch)
+        tl.store(theirs + place, _payload(epoch, tl.load(world + RANK), word))
+        if not EARLY:
+            raise_flag(flag_there, epoch)
+        polls, found = 0, tl.min(_acquired(flag_here), 0)
+        while (found < epoch) & (polls < MOST_POLLS):
+            polls += 1
+            found = tl.min(_acquired(flag_here), 0)
+        tl.debug_barrier()
+        wrong += (tl.load(mine + place) != _payload(epoch, tl.load(world + RANK) + 1, word)).to(tl.int64)
+    tl.store(wrong_ptr + word, tl.load(wrong_ptr + word) + wrong)
+
+
+@triton.jit
+def _acquired(flag):
+    """Returns a flag by a load: on few buses a host and a GPU have atomics in common, as GPUs have among each other."""
+    if INTERPRETED:
+        return tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    else:
+        return tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.s32 $0, [$1];", "=r,l", [flag], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
