@@ -51,18 +51,18 @@ BUDGETS = {
     "moesys/kernels": Budget(4_647, 39),
     "moesys/balance": Budget(5_478, 37),
     "moesys/overlap": Budget(2_812, 15),
-    "moesys/moe": Budget(4_639, 22),
+    "moesys/moe": Budget(4_664, 22),
     "moesys/simulator": Budget(2_238, 12),
     "moesys/tuner": Budget(932, 6),
-    "moesys, hosts": Budget(2_899, 16),
+    "moesys, hosts": Budget(2_929, 16),
     "moesys/lab": Budget(8_155, 51),
     "moesys/verify": Budget(1_356, 8),
     "moesys, entry points": Budget(275, 4),
     "benchmarks": Budget(7_337, 56),
     "experiments": Budget(1_396, 15),
-    "tests": Budget(42_898, 321),
+    "tests": Budget(43_033, 321),
 }
-TOTAL = Budget(38_050, 240)
+TOTAL = Budget(38_105, 240)
 OUTSIDE = ("benchmarks", "experiments", "tests")
 
 
