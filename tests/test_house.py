@@ -60,7 +60,7 @@ BUDGETS = {
     "moesys, entry points": Budget(275, 4),
     "benchmarks": Budget(7_337, 56),
     "experiments": Budget(1_396, 15),
-    "tests": Budget(43_033, 321),
+    "tests": Budget(43_040, 321),
 }
 TOTAL = Budget(38_105, 240)
 OUTSIDE = ("benchmarks", "experiments", "tests")
