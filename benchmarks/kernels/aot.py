@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Annotated, NamedTuple
@@ -26,7 +26,7 @@ from benchmarks.kernels.drawn_layer import Size
 from benchmarks.kernels.gemm_timer import META, Operands
 from moesys.config.overlap import MegaKernel
 from moesys.kernels.experts.activation_gradient import SUM_COLUMNS
-from moesys.kernels.experts.tile_config import ShapeClass, TileConfig
+from moesys.kernels.experts.tile_config import NUM_REGISTERS, ShapeClass, TileConfig
 from moesys.kernels.experts.tile_tuner import OPS, blocks_of, candidates, refused_ways
 from moesys.kernels.experts.tiles import Tiles, groups_by_size, tile_table
 from moesys.kernels.experts.token_rows import combine
@@ -53,13 +53,16 @@ from moesys.lab.show.progress import steps_told
 from moesys.lab.show.sheets import Column, CommandOutput, Report, Sheet, publish
 
 COPY_BYTES = 16
+# What the system takes of a multiprocessor's shared memory for each program.
+RESERVED_BYTES = 1024
 # Counts, places, weights and flags are loaded one at a time; elements of rows are not.
 WORD_BYTES = 4
 ACTIVATION = "swiglu"
 # The numbers of steps that ``compile_size`` and ``compile_mega`` announce.
-NUM_OPS, NUM_MEGA_OPS = 17, 13
-# The ranks of a MegaKernel, and its points whose code differs; shares and orders of tiles are numbers.
-NUM_RANKS = 8
+NUM_OPS, NUM_MEGA_OPS = 17, 17
+# The ranks of a MegaKernel, and its points whose code differs; shares and orders of tiles are numbers. Two programs of
+# ``PAIRS`` are to fit on a multiprocessor.
+NUM_RANKS, PAIRS = 8, "pairs"
 POINTS: Mapping[str, MegaKernel] = MappingProxyType(
     {
         "fused": MegaKernel(),
@@ -67,6 +70,7 @@ POINTS: Mapping[str, MegaKernel] = MappingProxyType(
             combine_share=0.25, reduce_share=0.25, deduplicate=True, granularity="expert", keep_x=False
         ),
         "unfused": MegaKernel(fused="none"),
+        PAIRS: MegaKernel(tile_rows=128, tile_columns=128, warps=4, stages=3),
         "no wgrad": MegaKernel(overlap_weight_gradients=False),
     }
 )
@@ -115,8 +119,12 @@ class CompiledKernel:
         code, found = self.code, []
         if code.spills or code.stack_bytes:
             found.append(f"{code.spills} spills, {code.stack_bytes} bytes of stack")
-        if code.shared_bytes > MOST_SHARED_BYTES:
-            found.append(f"{code.shared_bytes} bytes of shared memory, {MOST_SHARED_BYTES} is the most")
+        resident = self.block.resident if self.block else 1
+        most_bytes = (MOST_SHARED_BYTES + RESERVED_BYTES) // resident - RESERVED_BYTES
+        if code.shared_bytes > most_bytes:
+            found.append(f"{code.shared_bytes} bytes of shared memory, {most_bytes} is the most")
+        if code.registers * code.threads * resident > NUM_REGISTERS:
+            found.append(f"{code.registers} registers, too many for {resident} programs")
         if self.tile and not code.mma:
             found.append("no product of tensor cores")
         if self.tile and any(width < COPY_BYTES for width in code.copy_bytes):
@@ -323,9 +331,9 @@ def compile_mega(
             with compiling(target) as compiled:
                 run()
             for part, code in zip(parts, compiled, strict=True):
-                found.append(
-                    CompiledKernel(size.name, f"{name} {op}", part.block, code, part.moves_rows, part.flight_bytes)
-                )
+                block = part.block and replace(part.block, resident=1 + (name == PAIRS))
+                kind = size.name, f"{name} {op}"
+                found.append(CompiledKernel(*kind, block, code, part.moves_rows, part.flight_bytes))
     return found
 
 
@@ -391,4 +399,4 @@ def _rows(size: Size, num_rows: int, num_groups: int, block: TileConfig, point: 
     number_G, number_M = meta(G, dtype=torch.int64), meta(M, dtype=torch.int64)
     tiles = TileSequence(Tiles(meta(M), meta(M), meta(1), block.rows), number_G, meta(M), number_M)
     first_N = meta(N) if point.deduplicate else None
-    return MegaRows(table, tiles, Flags(meta(B), meta(T, K)), meta(N), first_N, first_N, meta(G), K)
+    return MegaRows(table, tiles, Flags(meta(B), meta(T, K)), meta(N), first_N, first_N, K)

@@ -82,8 +82,7 @@ def same_bits_in_other_blocks(layer: Layer) -> Verdict:
     x_TH, weight_TK, dtype = layer.x_TH, layer.weight_TK, layer.x_TH.dtype
     contraction = 32 if dtype == torch.float32 or x_TH.device.type == "cpu" else 64
     blocks = TileConfigs.all_of(TileConfig(rows=64, columns=64, contraction=contraction, warps=4, stages=3, raster=3))
-    matrix_G = torch.arange(layer.size.E, dtype=torch.int32, device=x_TH.device)
-    matrices = ExpertMatrices(layer.gate_up_EUH, layer.down_EHI, matrix_G, "swiglu")
+    matrices = ExpertMatrices(layer.gate_up_EUH, layer.down_EHI, "swiglu")
     routing = route(layer.expert_TK, layer.size.E)
     y_TH, state = experts_forward(x_TH, routing, weight_TK, matrices, blocks)
     out = torch.empty_like(layer.gate_up_EUH), torch.empty_like(layer.down_EHI)

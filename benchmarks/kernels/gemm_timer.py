@@ -49,11 +49,10 @@ class Operands:
         self.x_TH, self.a_PI, self.h_PU = normal(T, H), normal(T * K, I), normal(T * K, U)
         self.gate_up_EUH, self.down_EHI = normal(E, U, H, std=H**-0.5), normal(E, H, I, std=I**-0.5)
         self.weight_TK = torch.ones(T, K, device=device)
-        self.matrix_E = torch.arange(E, dtype=torch.int32, device=device)
         if device == META:
             sizes = ((T * K,), (T, K), (E + 1,))
             self.routing = SortedRouting(*(torch.empty(size, dtype=torch.int32, device=META) for size in sizes))
-            self.order_E = self.matrix_E
+            self.order_E = torch.empty(E, dtype=torch.int32, device=META)
         else:
             self._route(0.0)
 
@@ -81,19 +80,19 @@ class Operands:
 
     def launch(self, op: str, block: TileConfig, tiles: Tiles) -> None:
         """Launches ``op`` once; "weight_gradient" computes the gradients of both matrices."""
-        routing, matrix_E = self.routing, self.matrix_E
+        routing = self.routing
         first, K, activation = routing.first_G1, self.shape.top_k, self.shape.activation
         groups = OrderedGroups(routing.entry_P, first, self.order_E)
         match op:
             case "up":
-                up(self.x_TH, self.gate_up_EUH, routing, tiles, matrix_E, K, activation, block)
+                up(self.x_TH, self.gate_up_EUH, routing, tiles, K, activation, block)
             case "down":
-                grouped_gemm(self.a_PI, self.down_EHI, first, tiles, matrix_E, block, transposed=True)
+                grouped_gemm(self.a_PI, self.down_EHI, first, tiles, block, transposed=True)
             case "activation_gradient":
                 given = (self.x_TH, self.down_EHI, self.h_PU, self.weight_TK, routing)
-                activation_gradient(*given, RowGroups(first, tiles, matrix_E), activation, block)
+                activation_gradient(*given, RowGroups(first, tiles), activation, block)
             case "input_gradient":
-                grouped_gemm(self.h_PU, self.gate_up_EUH, first, tiles, matrix_E, block, transposed=False)
+                grouped_gemm(self.h_PU, self.gate_up_EUH, first, tiles, block, transposed=False)
             case "weight_gradient":
                 weight_gradient(self.x_TH, self.a_PI, groups, K, "left", block)
                 weight_gradient(self.h_PU, self.x_TH, groups, K, "right", block)

@@ -51,9 +51,12 @@ UNFUSED = MegaKernel(fused="none", overlap_weight_gradients=False)
 SHARES = {SEQUENTIAL: 1.0, f"{SEQUENTIAL}, 3/4 of programs": 0.75, f"{SEQUENTIAL}, 1/2 of programs": 0.5}
 # Planned in the forward, and so in the CUDA graph of it; the plan of all others is made beforehand.
 ON_DEVICE = "fused, planned on the device"
+# Of two programs on a multiprocessor one waits or stores while the other multiplies.
+PAIRS = "fused, two programs a multiprocessor"
 POINTS = {
     "fused": MegaKernel(),
     ON_DEVICE: MegaKernel(),
+    PAIRS: MegaKernel(tile_rows=128, tile_columns=128, warps=4, stages=3),
     "fused, no weight gradients beside": MegaKernel(overlap_weight_gradients=False),
     "fused dispatch": UNFUSED.replace(fused="dispatch"),
     "fused combine": UNFUSED.replace(fused="combine"),
@@ -117,9 +120,11 @@ def asked_for(
 
 
 def points_of(share: int) -> dict[str, MegaKernel]:
-    """Returns the points by name. With ``share`` programs per rank all are resident (``overlap.mega_executor``)."""
+    """Returns the points by name. With ``share`` programs per rank, or twice as many of those of which two fit on a
+    multiprocessor, all are resident (``overlap.mega_executor``).
+    """
     sequential = {name: UNFUSED.replace(programs=max(1, int(share * part))) for name, part in SHARES.items()}
-    return sequential | {name: point.replace(programs=share) for name, point in POINTS.items()}
+    return sequential | {name: point.replace(programs=share * (1 + (name == PAIRS))) for name, point in POINTS.items()}
 
 
 @dataclass(frozen=True)

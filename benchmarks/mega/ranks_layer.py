@@ -221,7 +221,6 @@ class StandAloneRun:
         in_order_N = torch.arange(num_rows, dtype=torch.int32, device=device)
         self._routing = SortedRouting(in_order_N, in_order_N[:, None], table.first_G1)
         self._tiles = RowTiles(table.first_G1, num_rows)
-        self._matrix_S = torch.arange(len(held), dtype=torch.int32, device=device)
         self._blocks = blocks_of(ShapeClass.of(layer.x_RTH[rank], self._down, num_rows, ACTIVATION), device)
         self._gradients = [torch.empty_like(of, dtype=torch.float32) for of in (self._gate_up, self._down)]
         self.results: dict[str, Tensor] = {}
@@ -239,13 +238,12 @@ class StandAloneRun:
             self._gate_up,
             self._routing,
             self._tiles.of(blocks.up),
-            self._matrix_S,
             1,
             activation=ACTIVATION,
             block=blocks.up,
         )
         tiles = self._tiles.of(blocks.down)
-        self._push(grouped_gemm(a_NI, self._down, first_G1, tiles, self._matrix_S, blocks.down, transposed=True))
+        self._push(grouped_gemm(a_NI, self._down, first_G1, tiles, blocks.down, transposed=True))
         yield
         home = self._shared.rows_home[self._own]
         self.results["y"] = combine(home, self._place_TK, self._weight_TK, home.dtype)
@@ -263,13 +261,13 @@ class StandAloneRun:
             self._h_NU,
             weight_N1,
             self._routing,
-            RowGroups(first_G1, self._tiles.of(block), self._matrix_S),
+            RowGroups(first_G1, self._tiles.of(block)),
             ACTIVATION,
             block,
         )
         block = blocks.input_gradient
         tiles = self._tiles.of(block)
-        dx_NH = grouped_gemm(dh_NU, self._gate_up, first_G1, tiles, self._matrix_S, block, transposed=False)
+        dx_NH = grouped_gemm(dh_NU, self._gate_up, first_G1, tiles, block, transposed=False)
         shared.dweight_home.index_copy_(0, self._home_N, dweight_N1.view(-1))
         self._push(dx_NH)
         dgate_up, ddown = self._gradients

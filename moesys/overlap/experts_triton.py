@@ -146,9 +146,7 @@ class SingleRankRun:
 
 def _stacked(weights: HeldExperts) -> ExpertMatrices:
     """Returns the held experts as kernels take them; the expert of each group is that of its slot."""
-    gate_up_S2IH, down_SHI, *_ = weights.stacked()
-    matrix_S = torch.arange(len(down_SHI), dtype=torch.int32, device=down_SHI.device)
-    return ExpertMatrices(gate_up_S2IH, down_SHI, matrix_S, ACTIVATION)
+    return ExpertMatrices(*weights.stacked()[:2], ACTIVATION)
 
 
 def _blocks(rows: Tensor, experts: ExpertMatrices, num_rows: int) -> TileConfigs:
@@ -298,9 +296,9 @@ def token_product(x_TA: Tensor, weight: Tensor, *, transposed: bool) -> Tensor:
     """Returns x @ weight [T, B] in their dtype, of ``weight`` [A, B], or [B, A] where it is ``transposed``."""
     if not len(x_TA):
         return x_TA.new_empty(0, weight.shape[0 if transposed else 1])
-    tile, (first_2, only_1) = _tile_of(x_TA), _one_group(x_TA)
+    tile, (first_2, _) = _tile_of(x_TA), _one_group(x_TA)
     tiles = tile_table(first_2, len(x_TA), tile.rows)
-    return grouped_gemm(x_TA.contiguous(), weight[None], first_2, tiles, only_1, tile, transposed=transposed)
+    return grouped_gemm(x_TA.contiguous(), weight[None], first_2, tiles, tile, transposed=transposed)
 
 
 def token_gradient(dy_TB: Tensor, x_TA: Tensor, num_tokens: int, grid: Tensor) -> Tensor:

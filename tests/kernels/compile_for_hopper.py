@@ -191,7 +191,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 def compute_layer(T: int, E: int, H: int = 128, I: int = 64, K: int = 2) -> None:
     """Forward and backward."""
     x_TH, weight_TK = meta(T, H), meta(T, K, dtype=torch.float32)
-    matrices = ExpertMatrices(meta(E, 2 * I, H), meta(E, H, I), meta(E, dtype=torch.int32), "swiglu")
+    matrices = ExpertMatrices(meta(E, 2 * I, H), meta(E, H, I), "swiglu")
     blocks = TileConfigs.all_of(TileConfig())
     routing = route(meta(T, K, dtype=torch.int64), E)
     y_TH, state = experts_forward(x_TH, routing, weight_TK, matrices, blocks)

@@ -53,9 +53,9 @@ class FarRows(Rows):
     """Of two groups: rows of the first are near, as are their tokens and matrix; those of the second are far."""
 
     def groups(self, block: TileConfig) -> RowGroups:
-        rows_M, count_1 = torch.tensor([0, FAR_ROW], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
-        tiles = Tiles(torch.arange(2, dtype=torch.int32), rows_M, count_1, block.rows)
-        return RowGroups(self.routing.first_G1, tiles, self.matrix_G)
+        groups_M, rows_M, count_1 = (torch.tensor(of).int() for of in ([0, FAR_MATRIX], [0, FAR_ROW], [2]))
+        tiles = Tiles(groups_M, rows_M, count_1, block.rows)
+        return RowGroups(self.routing.first_G1, tiles)
 
 
 def by_row(near: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def near() -> Rows:
     routing = SortedRouting(token_P, token_P[:, None], torch.tensor([0, NEAR_ROWS, ROWS], dtype=torch.int32))
     tokens, weight = (normal(ROWS, H, seed=seed) for seed in (0, 1)), normal(ROWS, 1, seed=2).float()
     rows, matrices = (normal(ROWS, width) for width in (U, I, H)), (normal(2, *of, seed=3) for of in ((U, H), (H, I)))
-    return Rows(*tokens, weight, *rows, *matrices, routing, torch.arange(2, dtype=torch.int32), "swiglu")
+    return Rows(*tokens, weight, *rows, *matrices, routing, "swiglu")
 
 
 @pytest.fixture(scope="module")
@@ -82,11 +82,11 @@ def far(near: Rows) -> FarRows:
     routing = SortedRouting(
         apart(token_P[:NEAR_ROWS], token_P[:FAR_ROWS] + FAR_TOKEN, FAR_ROW),
         apart(row_TK[:NEAR_ROWS], row_TK[:FAR_ROWS] + FAR_ROW, FAR_TOKEN),
-        torch.tensor([0, NEAR_ROWS, FAR_ROW + FAR_ROWS], dtype=torch.int32),
+        apart(torch.tensor([0, NEAR_ROWS]).int(), torch.tensor([FAR_ROW, FAR_ROW + FAR_ROWS]).int(), FAR_MATRIX),
     )
     tokens, rows = map(by_token, near[:3]), map(by_row, near[3:6])
     matrices = (apart(each[:1], each[1:], FAR_MATRIX) for each in near[6:8])
-    return FarRows(*tokens, *rows, *matrices, routing, near.matrix_G * FAR_MATRIX, near.activation)
+    return FarRows(*tokens, *rows, *matrices, routing, near.activation)
 
 
 @pytest.mark.parametrize("op", [*OPS][:4])
@@ -122,16 +122,13 @@ def test_weight_gradient_of_far_rows_and_tokens(far: FarRows, near: Rows, gather
 
 
 def test_weight_gradient_of_a_far_group(near: Rows) -> None:
-    first_G1 = sparse(FAR_MATRIX + 2, dtype=torch.int32)
-    first_G1[1], first_G1[-2:] = NEAR_ROWS, torch.tensor([NEAR_ROWS, ROWS])
-    block = TileConfig(rows=32, columns=32, contraction=16, programs=FAR_MATRIX + 1)
-    with only_outer_programs():
-        groups = OrderedGroups(near.routing.entry_P, first_G1, torch.arange(FAR_MATRIX + 1, dtype=torch.int32))
-        out_GLR = torch.empty(FAR_MATRIX + 1, H, I, dtype=HALF)
-        weight_gradient(near.dy_TH, near.a_PI, groups, 1, "left", block, out_GLR)
-    groups = groups._replace(first_G1=near.routing.first_G1, order_G=torch.arange(2, dtype=torch.int32))
-    expected = weight_gradient(near.dy_TH, near.a_PI, groups, 1, "left", block, torch.empty(2, H, I, dtype=HALF))
-    assert torch.equal(out_GLR[[0, -1]], expected)
+    groups = OrderedGroups(near.routing.entry_P, near.routing.first_G1, torch.arange(2, dtype=torch.int32))
+    far_GLR = sparse(2**32 + H * I, dtype=HALF).as_strided((2, H, I), (2**32, I, 1))
+    of_both = [
+        weight_gradient(near.dy_TH, near.a_PI, groups, 1, "left", BLOCK, out_GLR)
+        for out_GLR in (far_GLR, torch.empty(2, H, I, dtype=HALF))
+    ]
+    assert torch.equal(*of_both)
 
 
 @pytest.mark.parametrize("weighted", [True, False], ids=["weighted", "plain"])

@@ -40,12 +40,10 @@ def in_turn(name: str, values: Iterable[str]) -> pytest.MarkDecorator:
 
 
 class Edge(NamedTuple):
-    """``groups``: those that the choices of each token name; what names none that there is is dropped. ``matrices``:
-    which one each group uses.
-    """
+    """``groups``: those that the choices of each token name; what names none of ``num_groups`` is dropped."""
 
     groups: list[list[int]]
-    matrices: tuple[int, ...] = (2, 0, 1)
+    num_groups: int = 3
     H: int = 16
     I: int = 24
 
@@ -58,12 +56,11 @@ EDGES = {
     "odd widths": Edge([[t % 2, 2] for t in range(19)], H=37, I=51),
     "one by one": Edge([[0], [1], [0]], H=1, I=1),
     "a partial sum of one column": Edge([[0, 1]] * 3, I=33),
-    "empty groups, first, between and last": Edge([[1, 3]] * 9, (3, 0, 4, 2, 1)),
+    "empty groups, first, between and last": Edge([[1, 3]] * 9, 5),
     "all tokens to one group": Edge([[2]] * 50),
     "dropped choices": Edge([[t % 4 - 1, (t + 2) % 4] for t in range(21)]),
     "everything dropped": Edge([[-1, 7]] * 5, H=20),
     "whole tiles": Edge([[t // 16] for t in range(48)], H=64, I=32),
-    "replicas of a matrix": Edge([[t % 2, 2] for t in range(9)], (1, 1, 0)),
     "no tokens": Edge([]),
 }
 
@@ -80,7 +77,6 @@ class Rows(NamedTuple):
     gate_up_EUH: Tensor
     down_EHI: Tensor
     routing: SortedRouting
-    matrix_G: Tensor
     activation: str
 
     @property
@@ -93,15 +89,15 @@ class Rows(NamedTuple):
 
     def groups(self, block: TileConfig) -> RowGroups:
         tiles = tile_table_reference(self.routing.first_G1, len(self.routing.entry_P), block.rows)
-        return RowGroups(self.routing.first_G1, tiles, self.matrix_G)
+        return RowGroups(self.routing.first_G1, tiles)
 
 
 def rows_of(edge: str | Edge, dtype: torch.dtype, activation: str = "swiglu") -> Rows:
-    groups, matrices, H, I = EDGES[edge] if isinstance(edge, str) else edge
+    groups, num_groups, H, I = EDGES[edge] if isinstance(edge, str) else edge
     group_TK = torch.tensor(groups).reshape(len(groups), -1 if groups else 2).long()
     T, K = group_TK.shape
-    E, U = max(matrices) + 2, 2 * I if GATED[activation] else I
-    routing = route_reference(group_TK, len(matrices))
+    E, U = num_groups + 1, 2 * I if GATED[activation] else I
+    routing = route_reference(group_TK, num_groups)
     generator = torch.Generator().manual_seed(T * 1000 + H * 10 + I)
     x_TH, dy_TH = (torch.randn(T, H, generator=generator).to(dtype) for _ in range(2))
     h_PU, a_PI, y_PH = (torch.randn(T * K, width, generator=generator).to(dtype) for width in (U, I, H))
@@ -110,9 +106,8 @@ def rows_of(edge: str | Edge, dtype: torch.dtype, activation: str = "swiglu") ->
         rows[int(routing.first_G1[-1]) :] = torch.nan
     gate_up[-1] = down[-1] = torch.nan
     weight_TK = torch.where(routing.row_TK < 0, torch.nan, torch.rand(T, K, generator=generator))
-    matrix_G = torch.tensor(matrices, dtype=torch.int32)
     experts = (gate_up.to(dtype), down.to(dtype))
-    return Rows(x_TH, dy_TH, weight_TK, h_PU, a_PI, y_PH, *experts, routing, matrix_G, activation)
+    return Rows(x_TH, dy_TH, weight_TK, h_PU, a_PI, y_PH, *experts, routing, activation)
 
 
 Found = dict[str, Tensor]
@@ -134,13 +129,12 @@ def places(given: Rows) -> tuple[Tensor, Tensor]:
 
 def exact_product(given: Rows, rows_PL: Tensor, matrices_ENL: Tensor) -> tuple[Tensor, Tensor]:
     _, group_P = places(given)
-    terms_PNL = rows_PL.double()[:, None] * matrices_ENL.double()[given.matrix_G[group_P].long()]
+    terms_PNL = rows_PL.double()[:, None] * matrices_ENL.double()[group_P]
     return terms_PNL.sum(2), terms_PNL.abs().sum(2).amax(1, keepdim=True)
 
 
 def up_of(given: Rows, block: TileConfig) -> Found:
-    _, tiles, matrix_G = given.groups(block)
-    operands = (given.x_TH, given.gate_up_EUH, given.routing, tiles, matrix_G, given.top_k)
+    operands = (given.x_TH, given.gate_up_EUH, given.routing, given.groups(block).tiles, given.top_k)
     return dict(zip(("h", "a"), up(*operands, given.activation, block), strict=True))
 
 
@@ -178,7 +172,7 @@ def exact_activation_gradient(given: Rows, _: Found) -> Exact:
     h = given.h_PU[: given.num_rows].double().requires_grad_()
     weight = given.weight_TK.double().reshape(-1)[entry_P].requires_grad_()
     wa = weight[:, None] * exact_activation(h, given.activation)
-    y = (wa[:, None, :] * given.down_EHI.double()[given.matrix_G[group_P].long()]).sum(2)
+    y = (wa[:, None, :] * given.down_EHI.double()[group_P]).sum(2)
     dh, dweight_P = torch.autograd.grad(y, (h, weight), given.dy_TH.double()[entry_P // given.top_k])
     dweight_TK = torch.zeros(given.weight_TK.numel(), dtype=torch.float64)
     dweight_TK[entry_P] = dweight_P

@@ -185,7 +185,7 @@ def by_one_process(drawn: Drawn, rank: int) -> Results:
     gate_up, down = drawn.gate_up[expert_P], drawn.down[expert_P]
     routing = route(torch.cat(drawn.replica_RTK), len(expert_P))
     x_TH, dy_TH, weight_TK = torch.cat(drawn.x_RTH), torch.cat(drawn.dy_RTH), torch.cat(drawn.weight_RTK)
-    matrices = ExpertMatrices(gate_up, down, torch.arange(len(expert_P), dtype=torch.int32), ACTIVATION)
+    matrices = ExpertMatrices(gate_up, down, ACTIVATION)
     blocks = blocks_of(ShapeClass.of(x_TH, down, len(routing.entry_P), ACTIVATION), CPU)
     y_TH, state = experts_forward(x_TH, routing, weight_TK, matrices, blocks)
     dgate_up, ddown = (torch.empty_like(of, dtype=torch.float32) for of in matrices[:2])

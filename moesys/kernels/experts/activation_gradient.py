@@ -56,7 +56,7 @@ def activation_gradient(
 
     For row p of token t with routing weight w, group g and ``a = activation(h[p])``, all in float32:
 
-        da = dy[t] @ down[groups.matrix_G[g]]
+        da = dy[t] @ down[g]
         dh[p] = w · da · ∂a/∂h      rounded once
         wa[p] = w · a               rounded once
         dweight = Σ_I da · a        in float32, 32 columns at a time, whose sums are added in order
@@ -70,7 +70,7 @@ def activation_gradient(
         dy_TH: float32, float16 or bfloat16, as are ``down_EHI`` and ``h_PU``; contiguous like all arguments.
         down_EHI: each matrix contiguous; between two of them may be a gap.
         weight_TK: float32.
-        routing: where the rows are; groups: of its rows, in tiles of ``block.rows``, with the matrix of each.
+        routing: where the rows are; groups: of its rows, in tiles of ``block.rows``.
         block: ``block.operands`` "tma": down comes by TMA where it can read it. "specialised": dy does so too, from a
             copy in expert order that costs 2·P·H elements more; it spills at 128x256, and Triton 3.6 cannot compile it.
 

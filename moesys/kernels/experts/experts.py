@@ -38,11 +38,10 @@ class ForwardState(NamedTuple):
 
 
 class ExpertMatrices(NamedTuple):
-    """The matrices of experts, the one in each group (slot), int32 [G], and what stands between both products."""
+    """The matrices of experts, one for each group (slot), and what stands between both products."""
 
     gate_up_EUH: Tensor
     down_EHI: Tensor
-    matrix_G: Tensor
     activation: str
 
 
@@ -65,9 +64,9 @@ def first_product(
     """Returns pre-activations h [P, U], the activations [P, I] and the tiles of the rows."""
     if x_TH.device.type == "cpu" and not INTERPRETED.value:
         raise RuntimeError("x is on the CPU, where these kernels do not run; move it to a GPU")
-    gate_up_EUH, _, matrix_G, activation = experts
+    gate_up_EUH, _, activation = experts
     tiles = RowTiles(routing.first_G1, len(routing.entry_P))
-    h_PU, a_PI = up(x_TH, gate_up_EUH, routing, tiles.of(blocks.up), matrix_G, top_k, activation, blocks.up)
+    h_PU, a_PI = up(x_TH, gate_up_EUH, routing, tiles.of(blocks.up), top_k, activation, blocks.up)
     return h_PU, a_PI, tiles
 
 
@@ -75,9 +74,8 @@ def second_product(
     a_PI: Tensor, routing: SortedRouting, tiles: RowTiles, experts: ExpertMatrices, blocks: TileConfigs
 ) -> Tensor:
     """Returns the outputs [P, H] of the rows, before routing weights."""
-    _, down_EHI, matrix_G, _ = experts
     block = blocks.down
-    return grouped_gemm(a_PI, down_EHI, routing.first_G1, tiles.of(block), matrix_G, block, transposed=True)
+    return grouped_gemm(a_PI, experts.down_EHI, routing.first_G1, tiles.of(block), block, transposed=True)
 
 
 def experts_backward(
@@ -118,7 +116,7 @@ def hidden_gradients(
     """
     routing, block = state.routing, blocks.activation_gradient
     tiles = RowTiles(routing.first_G1, len(routing.entry_P))
-    groups = RowGroups(routing.first_G1, tiles.of(block), experts.matrix_G)
+    groups = RowGroups(routing.first_G1, tiles.of(block))
     dh_PU, wa_PI, dweight_TK = activation_gradient(
         dy_TH, experts.down_EHI, state.h_PU, weight_TK, routing, groups, experts.activation, block
     )
@@ -129,9 +127,8 @@ def input_gradient(
     dh_PU: Tensor, routing: SortedRouting, tiles: RowTiles, experts: ExpertMatrices, blocks: TileConfigs
 ) -> Tensor:
     """Returns the gradient [P, H] of the rows of x."""
-    gate_up_EUH, _, matrix_G, _ = experts
     block = blocks.input_gradient
-    return grouped_gemm(dh_PU, gate_up_EUH, routing.first_G1, tiles.of(block), matrix_G, block, transposed=False)
+    return grouped_gemm(dh_PU, experts.gate_up_EUH, routing.first_G1, tiles.of(block), block, transposed=False)
 
 
 # --- as one op that autograd, torch.compile and checkpoints know ------------------------------------------------
@@ -207,7 +204,7 @@ def _experts(
         x_TH.contiguous(),
         route(expert_TK, len(down_EHI)),
         weight_TK.contiguous(),
-        _each_its_own(gate_up_EUH, down_EHI, activation),
+        ExpertMatrices(gate_up_EUH.contiguous(), down_EHI.contiguous(), activation),
         _blocks(blocks, x_TH, down_EHI, expert_TK.numel(), activation),
     )
     return y_TH, state.h_PU, *state.routing
@@ -236,7 +233,7 @@ def _experts_backward(
         dy_TH.contiguous(),
         x_TH.contiguous(),
         weight_TK.contiguous(),
-        _each_its_own(gate_up_EUH, down_EHI, activation),
+        ExpertMatrices(gate_up_EUH.contiguous(), down_EHI.contiguous(), activation),
         ForwardState(h_PU, SortedRouting(*routing)),
         _blocks(blocks, x_TH, down_EHI, weight_TK.numel(), activation),
         (dgate_up, ddown) if of_matrices else None,
@@ -261,12 +258,6 @@ def _blocks(given: str, x_TH: Tensor, down_EHI: Tensor, num_rows: int, activatio
     if given:
         return TileConfigs.from_json(given)
     return blocks_of(ShapeClass.of(x_TH, down_EHI, num_rows, activation), x_TH.device)
-
-
-def _each_its_own(gate_up_EUH: Tensor, down_EHI: Tensor, activation: str) -> ExpertMatrices:
-    """Returns the matrices with each expert in the group of its number."""
-    matrix_E = torch.arange(down_EHI.shape[0], dtype=torch.int32, device=down_EHI.device)
-    return ExpertMatrices(gate_up_EUH.contiguous(), down_EHI.contiguous(), matrix_E, activation)
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -33,12 +33,11 @@ def grouped_gemm(
     matrices: Tensor,
     first_G1: Tensor,
     tiles: Tiles,
-    matrix_G: Tensor,
     block: TileConfig,
     *,
     transposed: bool,
 ) -> Tensor:
-    """Returns out [P, N]: row p is ``rows[p] @ matrices[matrix_G[g]]`` for the group g that it lies in.
+    """Returns out [P, N]: row p is ``rows[p] @ matrices[g]`` for the group g that it lies in.
 
     ``matrices`` are [E, L, N], or [E, N, L] where they are ``transposed`` for the product; each is contiguous, and
     between two of them may be a gap. Sums are float32 and rounded
@@ -57,7 +56,7 @@ def grouped_gemm(
     P, L = rows_PL.shape
     N = matrices.shape[1 if transposed else 2]
     out_PN = torch.empty(P, N, dtype=rows_PL.dtype, device=rows_PL.device)
-    groups, E = RowGroups(first_G1, tiles, matrix_G), len(matrices)
+    groups, E = RowGroups(first_G1, tiles), len(matrices)
     sizes = GemmSizes(L, N, matrices.stride(0), transposed)
     options = block.options() if readable_by_tma(rows_PL, matrices) else block.options("pointers")
     launch = _grouped_gemm[(block.num_programs(rows_PL.device),)]

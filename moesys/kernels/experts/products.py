@@ -52,11 +52,14 @@ def rounded(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 class Side(NamedTuple):
-    """One side of an outer product: ``first`` points to rows of ``width`` elements, of which ``columns`` are read."""
+    """One side of an outer product: ``first`` points into rows of ``width`` elements, of which ``columns`` below
+    ``limit`` are read; None: all of them.
+    """
 
     first: Any
     columns: Any
     width: Any
+    limit: Any
 
 
 class Gather(NamedTuple):
@@ -165,17 +168,20 @@ def outer_step(left, right, row, inside, token, gather: tl.constexpr, tiling: tl
     step = tl.arange(0, tiling.contraction)
     gathers: tl.constexpr = token is not None
     # Zero on both sides, since zero times NaN would be NaN.
-    left_rows = tl.load(
-        _rows(left.first, row, step, token, left.width, gathers and gather.left) + left.columns[None, :],
-        mask=inside[:, None] & (left.columns < left.width)[None, :],
-        other=0.0,
-    )
-    right_rows = tl.load(
-        _rows(right.first, row, step, token, right.width, gathers and not gather.left) + right.columns[None, :],
-        mask=inside[:, None] & (right.columns < right.width)[None, :],
-        other=0.0,
-    )
+    left_at = _rows(left.first, row, step, token, left.width, gathers and gather.left) + left.columns[None, :]
+    right_at = _rows(right.first, row, step, token, right.width, gathers and not gather.left) + right.columns[None, :]
+    left_rows = tl.load(left_at, mask=_read(left, inside), other=0.0)
+    right_rows = tl.load(right_at, mask=_read(right, inside), other=0.0)
     return left_rows, right_rows
+
+
+@triton.jit
+def _read(side, inside):  # type: ignore[no-untyped-def]
+    """Returns which elements of the rows of one step are read."""
+    if side.limit is None:
+        return inside[:, None]
+    else:
+        return inside[:, None] & (side.columns < side.limit)[None, :]
 
 
 @triton.jit

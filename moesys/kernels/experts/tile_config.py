@@ -21,7 +21,9 @@ SPECIALISED_WARPS = 4
 
 Operands = Literal["pointers", "tma", "specialised"]
 # The smallest sizes of a block: products of tensor cores take 16 by 16 by 16 at least.
-LEAST = MappingProxyType({"rows": 16, "columns": 16, "contraction": 16, "warps": 1, "stages": 1, "raster": 1})
+LEAST = MappingProxyType(
+    {"rows": 16, "columns": 16, "contraction": 16, "warps": 1, "stages": 1, "raster": 1, "resident": 1}
+)
 # The smallest sizes of a block of 16 bits, for products by groups of four warps (Hopper's ``wgmma``).
 WARPGROUP = MappingProxyType({"rows": 64, "warps": 4})
 OPERAND_BYTES = 2
@@ -39,16 +41,17 @@ def all_registers(warps: int) -> dict[str, int]:
     return {"maxnreg": min(MOST_REGISTERS, NUM_REGISTERS // (THREADS_OF_WARP * warps))}
 
 
-def usual_programs(device: torch.device) -> int:
-    """Returns how many programs are resident by default: one per multiprocessor, except for those that ``SPARED``
-    leaves to others' kernels. Programs that find none free would do their share when all the others have done theirs.
+def usual_programs(device: torch.device, spares: int = 0) -> int:
+    """Returns how many programs are resident by default: one per multiprocessor, except for those that are left to
+    others' kernels, as many as ``SPARED`` says, or else ``spares``. Programs that find none free would do their share
+    when all the others have done theirs.
 
     Raises ValueError where it is no number of them.
     """
     if device.type != "cuda":
         return INTERPRETED_PROGRAMS
     there = torch.cuda.get_device_properties(device).multi_processor_count
-    spared = os.environ.get(SPARED, "0")
+    spared = os.environ.get(SPARED, str(spares))
     if not spared.isdecimal() or int(spared) >= there:
         raise ValueError(f"{SPARED}={spared!r}; use a number from 0 to {there - 1}, as {device} has {there}")
     return there - int(spared)
@@ -71,7 +74,8 @@ class TileConfig:
 
     Bits depend on ``contraction``, the products that are summed in one group, and on ``columns`` below 32 in the
     activation gradient, and on nothing else. ``raster``: row tiles that sweep all column tiles together, so that these
-    stay in the L2 cache. ``programs``: resident programs, by default one per multiprocessor. ``operands``: how operands
+    stay in the L2 cache. ``resident``: programs per multiprocessor, of which one stores while another multiplies;
+    ``programs``: those of all multiprocessors together, by default that many of each. ``operands``: how operands
     are loaded. "pointers": through addresses, gathered where the op gathers. "tma": by tensor descriptors.
     "specialised": by tensor descriptors in a warp of its own, which runs ahead of two groups of warps that multiply;
     Triton needs ``warps`` = 4 for these, and adds two groups more. Raises ValueError for sizes that no kernel can have.
@@ -85,6 +89,7 @@ class TileConfig:
     raster: int = 8
     programs: int | None = None
     operands: Operands = "pointers"
+    resident: int = 1
 
     def __post_init__(self) -> None:
         for name, least in LEAST.items():
@@ -104,7 +109,7 @@ class TileConfig:
 
     def num_programs(self, device: torch.device) -> int:
         """Returns the number of resident programs on ``device``."""
-        return self.programs or usual_programs(device)
+        return self.programs or self.resident * usual_programs(device)
 
     def options(self, operands: Operands | None = None) -> dict[str, Any]:
         """Returns the options of a grouped GEMM's launch; ``operands`` replaces those of the configuration."""

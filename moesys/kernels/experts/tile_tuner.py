@@ -38,14 +38,15 @@ from moesys.kernels.experts.tile_config import (
 )
 
 OPS = ("up", "down", "activation_gradient", "input_gradient", "weight_gradient")
-# Candidates for each way that operands come, which the model distinguishes least; at most twelve in all.
+# Candidates for each way that operands come, and for pairs of programs, which the model distinguishes least; at most
+# sixteen in all.
 MOST_OF_A_WAY = 4
 # float32 has no tensor-core product here, and its operands take twice the shared memory.
 SINGLE = TileConfig(rows=64, columns=64, contraction=32, warps=8, stages=3)
 
 CONTRACTION = 64
 MOST_SHARED_BYTES = 232_448
-# An epilogue and barriers take these bytes beside the stages (``python -m benchmarks kernels --aot``).
+# An epilogue and barriers take these bytes of a multiprocessor (``python -m benchmarks kernels --aot``).
 EPILOGUE_BYTES = 33 << 10
 # This many sums leave room for addresses and the epilogue in a thread's 255 registers; two groups of warps multiply.
 MOST_SUMS = 128
@@ -101,8 +102,8 @@ def gemm_of(op: str, shape: ShapeClass) -> Gemm:
 def candidates(
     op: str, shape: ShapeClass, multiprocessors: int = MULTIPROCESSORS, capability: int = HOPPER
 ) -> list[TileConfig]:
-    """Returns configurations that fit, at most ``MOST_OF_A_WAY`` of each way, ordered by ``model_us``; of equal ones
-    pointers first.
+    """Returns configurations that fit, at most ``MOST_OF_A_WAY`` of each way, ordered by ``model_us``, of equal ones
+    pointers first; and then those of which two programs share a multiprocessor, about which the model knows least.
     """
     if shape.dtype == "float32":
         return [SINGLE]
@@ -110,9 +111,9 @@ def candidates(
     found: list[TileConfig] = []
     for block in sorted(
         (block for block in _all_blocks(op, shape.activation) if _fits(block, op, shape.activation, gemm, capability)),
-        key=lambda block: model_us(block, gemm, shape, multiprocessors),
+        key=lambda block: (block.resident, model_us(block, gemm, shape, multiprocessors)),
     ):
-        if sum(other.operands == block.operands for other in found) < MOST_OF_A_WAY:
+        if sum((other.operands, other.resident) == (block.operands, block.resident) for other in found) < MOST_OF_A_WAY:
             found.append(block)
     return found
 
@@ -147,14 +148,16 @@ def _all_blocks(op: str, activation: str) -> Sequence[TileConfig]:
             warps = SPECIALISED_WARPS if operands == "specialised" else 8
             for stages in (4, 3):
                 found.append(TileConfig(rows, columns, CONTRACTION, warps, stages, operands=operands))
-    return found
+    pairs = ((128, 128), (128, 64), (64, 128))
+    return found + [TileConfig(*pair, CONTRACTION, warps=4, stages=3, resident=2) for pair in pairs]
 
 
 def _fits(block: TileConfig, op: str, activation: str, gemm: Gemm, capability: int) -> bool:
     """Returns whether shared memory and registers suffice, and no tile is wider than the padded matrix."""
     columns = gemm.halves * block.columns
-    shared_bytes = block.stages * (block.rows + columns) * CONTRACTION * OPERAND_BYTES + EPILOGUE_BYTES
-    sums = block.rows * columns // THREADS_THAT_MULTIPLY
+    stage_bytes = block.resident * (block.rows + columns) * CONTRACTION * OPERAND_BYTES
+    shared_bytes = block.stages * stage_bytes + EPILOGUE_BYTES
+    sums = block.rows * columns * block.resident // THREADS_THAT_MULTIPLY
     too_wide = block.columns > 2 * max(gemm.columns, 64) or block.rows > 2 * max(gemm.rows, 64)
     return shared_bytes <= MOST_SHARED_BYTES and sums <= _most_sums(block, op, activation, capability) and not too_wide
 
@@ -166,7 +169,8 @@ def _most_sums(block: TileConfig, op: str, activation: str, capability: int) -> 
     fused = op in ("up", "activation_gradient")
     if fused and activation == "gelu":
         return MOST_SUMS // 2
-    if fused and (block.rows == 256 or (op == "activation_gradient" and block.operands == "specialised")):
+    splits = op == "activation_gradient" and (block.operands == "specialised" or block.resident > 1)
+    if fused and (block.rows == 256 or splits):
         return MOST_SUMS // 2
     return MOST_SUMS
 
@@ -189,7 +193,8 @@ def model_us(block: TileConfig, gemm: Gemm, shape: ShapeClass, multiprocessors: 
     copy_us = 0.0
     if block.operands == "specialised" and gemm.by_rows and gemm.contraction == shape.hidden:
         copy_us = 2 * shape.experts * gemm.rows * shape.hidden * OPERAND_BYTES / MEMORY_BYTES_PER_US
-    return math.ceil(tiles / multiprocessors) * (steps * step_us + store_us + fill_us) + copy_us
+    waves = math.ceil(tiles / (multiprocessors * block.resident))
+    return waves * (block.resident * steps * step_us + store_us + fill_us) + copy_us
 
 
 @dataclass(frozen=True)

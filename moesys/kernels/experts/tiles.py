@@ -41,11 +41,10 @@ class Tiles(NamedTuple):
 
 
 class RowGroups(NamedTuple):
-    """Groups of rows as kernels of products take them: where each begins, its row tiles, and its matrix (int32)."""
+    """Groups of rows as kernels of products take them: where each begins (int32), and its row tiles."""
 
     first_G1: Tensor
     tiles: Tiles
-    matrix_G: Tensor
 
 
 def require_contiguous(**tensors: Tensor) -> None:
@@ -179,11 +178,11 @@ def _write_groups(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def rows_of_tile(groups, row_tile, block_rows: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns (first row, number of rows, matrix) of a row tile of ``RowGroups``."""
+    """Returns (first row, number of rows, group) of a row tile of ``RowGroups``."""
     group = tl.load(groups.tiles.group_M + row_tile)
     row = tl.load(groups.tiles.row_M + row_tile)
     num_rows = tl.minimum(tl.load(groups.first_G1 + group + 1) - row, block_rows)
-    return row, num_rows, tl.load(groups.matrix_G + group)
+    return row, num_rows, group
 
 
 @triton.jit

@@ -36,12 +36,11 @@ def up(
     gate_up_EUH: Tensor,
     routing: SortedRouting,
     tiles: Tiles,
-    matrix_G: Tensor,
     top_k: int,
     activation: str,
     block: TileConfig,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (h [P, U], a [P, I]): row p of h is ``gate_up[matrix_G[g]] @ x[entry_P[p] // K]``, a its activation.
+    """Returns (h [P, U], a [P, I]): row p of h is ``gate_up[g] @ x[entry_P[p] // K]``, a its activation.
 
     The gather is part of the product, no gathered copy of x is written. Sums are float32; h is rounded once to the
     dtype of x (float32, float16 or bfloat16, that of the weights too), and a is the activation, in float32, of the
@@ -68,7 +67,7 @@ def up(
     a_PI = torch.empty(P, I, dtype=x_TH.dtype, device=x_TH.device)
     operands = block.operands if readable_by_tma(x_TH, gate_up_EUH) and P else "pointers"
     x = gather_rows(x_TH, routing.entry_P, routing.first_G1, top_k) if operands == "specialised" else x_TH
-    rows, groups = UpRows(routing.entry_P, h_PU, a_PI), RowGroups(routing.first_G1, tiles, matrix_G)
+    rows, groups = UpRows(routing.entry_P, h_PU, a_PI), RowGroups(routing.first_G1, tiles)
     sizes = UpSizes(H, I, top_k, gate_up_EUH.stride(0), activation, 2 if gated else 1)
     arguments = (x, gate_up_EUH, rows, groups, P, num_matrices, sizes)
     launch = _up[(block.num_programs(x_TH.device),)]

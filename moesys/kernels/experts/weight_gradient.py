@@ -2,8 +2,11 @@
 
 One program at a time owns one tile of one group's matrix and adds the group's rows in their order, so the sum does not
 depend on which program does it, on how many there are, or on the size of the tile; only on ``tile.contraction``, which
-says how many rows one product takes. One side of the product is not stored by rows: it is read from its token, whose
-index is loaded in the loop (ScatterMoE, arXiv 2403.08245, reads so without a permuted copy).
+says how many rows one product takes. A program has one loop over the steps of all its tiles, so that the rows of the
+next tile are on their way while one is stored: with few rows per group, a loop for each tile takes as long to begin and
+to end as to multiply (Triton pipelines no flat loop with bounds that are data). One side of the product is not stored
+by rows: it is read from its token, whose index is loaded in the loop (ScatterMoE, arXiv 2403.08245, reads so without a
+permuted copy).
 
 With ``RowBlocks`` the bits show neither which ranks had an expert's rows, nor how many (``balance.row_blocks`` cuts
 rows, ``overlap.exact_sum`` has the grid). A group's rows are cut into blocks. A block's outer products are summed in
@@ -31,6 +34,10 @@ from moesys.kernels.launch import kernel
 
 # The largest tile of blocks: 256 threads have three registers for each sum, and 255 in all. 128 columns spill.
 MOST_ROWS, MOST_COLUMNS = 128, 64
+# A tile is stored in slices of so many bytes for each warp, and of at least so many columns.
+SLICE_BYTES, LEAST_COLUMNS = 4096, 32
+# Tiles whose steps a program counts at once.
+COUNTED_TILES = tl.constexpr(512)
 # Adding it to a float64 and taking it away again rounds to a multiple of 1, half to even.
 ROUNDING = tl.constexpr(1.5 * 2.0**52)
 
@@ -124,10 +131,14 @@ def weight_gradient(
             )
         tile = cut_to_fit(tile)
     num_tiles = num_groups * triton.cdiv(L, tile.rows) * triton.cdiv(R, tile.columns)
-    sizes = OuterSizes(L, R, out_GLR.stride(0), Gather(gathered == "left", top_k), block_rows)
-    _outer_products[(min(num_tiles, tile.num_programs(left.device)),)](
-        left, right, groups, grid_G, out_GLR, num_tiles, sizes, **tile.options()
-    )
+    slices = tile.rows * tile.columns * out_GLR.element_size() // (SLICE_BYTES * tile.warps)
+    slices = max(1, min(slices, tile.columns // LEAST_COLUMNS))
+    sizes = OuterSizes(L, R, out_GLR.stride(0), Gather(gathered == "left", top_k), block_rows, slices)
+    grid = (min(num_tiles, tile.num_programs(left.device)),)
+    if blocks is None:
+        _outer_products[grid](left, right, groups, out_GLR, num_tiles, sizes, **tile.options())
+    else:
+        _outer_products_by_blocks[grid](left, right, groups, grid_G, out_GLR, num_tiles, sizes, **tile.options())
     return out_GLR
 
 
@@ -137,8 +148,9 @@ def cut_to_fit(tile: TileConfig) -> TileConfig:
 
 
 class OuterSizes(NamedTuple):
-    """The constants of the kernel. ``matrix_stride``: elements between two matrices of the result; ``block_rows``:
-    rows of a block, 0 where a group's rows are summed without blocks.
+    """The constants of the kernels. ``matrix_stride``: elements between two matrices of the result; ``block_rows``:
+    rows of a block, 0 where a group's rows are summed without blocks; ``slices``: in how many parts a tile is stored,
+    a power of two.
     """
 
     L: int
@@ -146,6 +158,7 @@ class OuterSizes(NamedTuple):
     matrix_stride: int
     gather: Gather
     block_rows: int
+    slices: int
 
 
 class OuterProduct(NamedTuple):
@@ -161,6 +174,100 @@ class OuterProduct(NamedTuple):
 
 @kernel(do_not_specialize=["num_tiles"])
 def _outer_products(  # type: ignore[no-untyped-def]
+    left_ptr, right_ptr, groups, out_ptr, num_tiles, sizes: tl.constexpr, tiling: tl.constexpr
+):
+    """Stores this program's tiles. What a tile's first step needs is loaded in the step before, and the numbers behind
+    that one and two tiles ahead, so that no load waits for another one.
+    """
+    gather: tl.constexpr = sizes.gather
+    L: tl.constexpr = sizes.L
+    R: tl.constexpr = sizes.R
+    along_L: tl.constexpr = (L + tiling.rows - 1) // tiling.rows
+    along_R: tl.constexpr = (R + tiling.columns - 1) // tiling.columns
+    of_group: tl.constexpr = along_L * along_R
+    whole: tl.constexpr = L % tiling.rows == 0 and R % tiling.columns == 0
+    step = tl.arange(0, tiling.contraction)
+    in_rows, in_columns = tl.arange(0, tiling.rows), tl.arange(0, tiling.columns)
+    own_steps = _own_steps(groups, num_tiles, of_group, tiling.contraction)
+    programs, last_task = tl.num_programs(0), num_tiles - 1
+    task = tl.program_id(0)
+    group = tl.load(groups.order_G + task // of_group)
+    row, end = _rows_of(groups, group)
+    tile = tile_of(task % of_group, along_L, along_R, tiling.raster)
+    at_left, at_right = tile[0] * tiling.rows, tile[1] * tiling.columns
+    task += programs
+    next_group = tl.load(groups.order_G + tl.minimum(task, last_task) // of_group)
+    next_row, next_end = _rows_of(groups, next_group)
+    group_after = tl.load(groups.order_G + tl.minimum(task + programs, last_task) // of_group)
+    next_entry = tl.load(groups.entry_P + row + step, mask=step < end - row, other=0)
+    total = tl.zeros((in_rows.shape[0], in_columns.shape[0]), tl.float32)
+    for _ in tl.range(0, own_steps, num_stages=tiling.stages):
+        token = (next_entry // gather.top_k).to(tl.int64)
+        left = Side(left_ptr + at_left, in_rows, L, None if whole else L - at_left)
+        right = Side(right_ptr + at_right, in_columns, R, None if whole else R - at_right)
+        left_rows, right_rows = outer_step(left, right, row, step < end - row, token, gather, tiling)
+        total = dot(left_rows.trans(), right_rows, total)
+        row += tiling.contraction
+        is_last = row >= end
+        out_matrix = out_ptr + tl.cast(group, tl.int64) * sizes.matrix_stride
+        this_left, this_right = at_left, at_right
+        if is_last:
+            group, row, end = next_group, next_row, next_end
+            tile = tile_of(task % of_group, along_L, along_R, tiling.raster)
+            at_left, at_right = tile[0] * tiling.rows, tile[1] * tiling.columns
+            task += programs
+            next_group = group_after
+            next_row, next_end = _rows_of(groups, next_group)
+            group_after = tl.load(groups.order_G + tl.minimum(task + programs, last_task) // of_group)
+        next_entry = tl.load(groups.entry_P + row + step, mask=step < end - row, other=0)
+        if is_last:
+            _store_in_slices(out_matrix, total, this_left + in_rows, this_right, L, R, whole, sizes.slices)
+            total = tl.zeros((in_rows.shape[0], in_columns.shape[0]), tl.float32)
+
+
+@triton.jit
+def _rows_of(groups, group):  # type: ignore[no-untyped-def]
+    """Returns a group's first row, and the one behind its last."""
+    return tl.load(groups.first_G1 + group), tl.load(groups.first_G1 + group + 1)
+
+
+@triton.jit
+def _own_steps(groups, num_tiles, tiles_of_group: tl.constexpr, contraction: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns the steps of all tiles of this program; a tile of a group without rows has one, which adds zeros."""
+    steps = 0
+    for first_task in range(tl.program_id(0), num_tiles, tl.num_programs(0) * COUNTED_TILES):
+        task = first_task + tl.arange(0, COUNTED_TILES) * tl.num_programs(0)
+        group = tl.load(groups.order_G + task // tiles_of_group, mask=task < num_tiles, other=0)
+        first, end = _rows_of(groups, group)
+        of_tile = tl.maximum((end - first + contraction - 1) // contraction, 1)
+        steps += tl.sum(tl.where(task < num_tiles, of_tile, 0), 0)
+    return steps
+
+
+@triton.jit
+def _store_in_slices(  # type: ignore[no-untyped-def]
+    out_matrix, total, on_left, column, L: tl.constexpr, R: tl.constexpr, whole: tl.constexpr, slices: tl.constexpr
+):
+    """Stores a tile from ``column`` on: what a whole one needs beside the rows on their way does not fit in shared
+    memory.
+    """
+    columns: tl.constexpr = total.shape[1]
+    if slices > 1:
+        first, second = total.reshape(total.shape[0], 2, columns // 2).permute(0, 2, 1).split()
+        _store_in_slices(out_matrix, first, on_left, column, L, R, whole, slices // 2)
+        _store_in_slices(out_matrix, second, on_left, column + columns // 2, L, R, whole, slices // 2)
+    else:
+        on_right = column + tl.arange(0, columns)
+        at = out_matrix + (on_left.to(tl.int64) * R)[:, None] + on_right[None, :]
+        out = rounded(total, out_matrix.dtype.element_ty)
+        if whole:
+            tl.store(at, out)
+        else:
+            tl.store(at, out, mask=(on_left < L)[:, None] & (on_right < R)[None, :])
+
+
+@kernel(do_not_specialize=["num_tiles"])
+def _outer_products_by_blocks(  # type: ignore[no-untyped-def]
     left_ptr, right_ptr, groups, grid_ptr, out_ptr, num_tiles, sizes: tl.constexpr, tiling: tl.constexpr
 ):
     gather: tl.constexpr = sizes.gather
@@ -185,7 +292,8 @@ def store_outer_product(  # type: ignore[no-untyped-def]
     first, end = tl.load(first_ptr + group), tl.load(first_ptr + group + 1)
     on_left = tile[0] * tiling.rows + tl.arange(0, tiling.rows)
     on_right = tile[1] * tiling.columns + tl.arange(0, tiling.columns)
-    left, right = Side(product.left, on_left, product.L), Side(product.right, on_right, product.R)
+    left = Side(product.left, on_left, product.L, product.L)
+    right = Side(product.right, on_right, product.R, product.R)
     if grid_ptr is None:
         total = columns_by_columns(left, right, first, end, entry_ptr, gather, tiling)
         total = rounded(total, product.out.dtype.element_ty)

@@ -28,7 +28,7 @@ from moesys.kernels.mega.point import MegaPoint
 from moesys.kernels.mega.tasks import TaskTimes
 from moesys.kernels.routing import SortedRouting, route
 from moesys.kernels.symmetric.counts import Origin, send_counts
-from moesys.kernels.symmetric.heap import RANK, Heap, at, require_no_capture
+from moesys.kernels.symmetric.heap import RANK, Heap, at, flag_of, require_no_capture
 from moesys.kernels.symmetric.signals import PUBLISH, TimeoutWatch, raise_flag, wait
 
 # Rows of a program that pulls choices.
@@ -141,7 +141,7 @@ class MegaRows(NamedTuple):
     """The rows of one micro-batch on this rank, the same in both directions.
 
     ``entry_N`` int32: a row's choice t·K + k at its source. ``first_row_N``, ``first_tile_N``: see ``first_rows``, None
-    without de-duplication. ``matrix_G``: which matrix a group uses, int32.
+    without de-duplication.
     """
 
     exchange: Exchange
@@ -150,7 +150,6 @@ class MegaRows(NamedTuple):
     entry_N: Tensor
     first_row_N: Tensor | None
     first_tile_N: Tensor | None
-    matrix_G: Tensor
     top_k: int
 
 
@@ -186,8 +185,7 @@ def arrange(
     tiles = ordered_tiles(table, heap.rank, block_rows, point.tile_order)
     first_row_N, first_tile_N = (None, None) if position_NK is None else first_rows(table, position_NK, tiles)
     flags = combine_flags(table, heap.rank, block_rows, point.granularity == "expert")
-    matrix_G = torch.arange(len(replicas.own_G), dtype=torch.int32, device=routing.row_TK.device)
-    return MegaRows(table, tiles, flags, entry_N, first_row_N, first_tile_N, matrix_G, top_k)
+    return MegaRows(table, tiles, flags, entry_N, first_row_N, first_tile_N, top_k)
 
 
 def publish(heap: Heap, epoch_1: Tensor, filled: Mapping[str, Tensor]) -> None:
@@ -207,16 +205,18 @@ def _publish(world, published, epoch_ptr, num_ranks, RANKS: tl.constexpr):  # ty
     tl.debug_barrier()
     tl.store(epoch_ptr, epoch)
     peer = tl.arange(0, RANKS)
-    flag = at(world, tl.minimum(peer, num_ranks - 1), published, tl.int32) + tl.load(world + RANK)
+    flag = flag_of(world, tl.minimum(peer, num_ranks - 1), published, tl.load(world + RANK))
     raise_flag(flag, epoch, peer < num_ranks)
 
 
-@triton.jit
-def wait_for_sources(world, published, epoch, num_ranks, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Waits until every rank has published this epoch."""
+@kernel
+def _await_sources(world, published, epoch_ptr, num_ranks, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Waits until every rank has published this epoch. One program: if all that pull waited, a rank that is early would
+    fill its GPU with them, and keep collectives of other streams from it.
+    """
     peer = tl.arange(0, RANKS)
-    flag = at(world, tl.load(world + RANK), published, tl.int32) + tl.minimum(peer, num_ranks - 1)
-    wait(flag, peer < num_ranks, epoch, peer, -1, peer, PUBLISH, world)
+    flag = flag_of(world, tl.load(world + RANK), published, tl.minimum(peer, num_ranks - 1))
+    wait(flag, peer < num_ranks, tl.load(epoch_ptr), peer, -1, peer, PUBLISH, world)
 
 
 def pull_choices(
@@ -229,36 +229,24 @@ def pull_choices(
     entry_N = torch.empty_like(exchange.source_N)
     position_NK = entry_N.new_empty(num_rows, top_k) if all_choices else None
     published, entries, positions = (heap.offset(region) for region in ("published", "entry", "position"))
-    pulls = ChoicePulls(published, entries, positions, entry_N, position_NK, heap.num_ranks)
-    _pull_choices[(triton.cdiv(num_rows, PULLED),)](
-        heap.world,
-        epoch_1,
-        exchange,
-        pulls,
-        num_rows,
-        RANKS=triton.next_power_of_2(heap.num_ranks),
-        K=top_k,
-        ROWS=PULLED,
-    )
+    ranks = triton.next_power_of_2(heap.num_ranks)
+    _await_sources[(1,)](heap.world, published, epoch_1, heap.num_ranks, RANKS=ranks)
+    pulls = ChoicePulls(entries, positions, entry_N, position_NK)
+    _pull_choices[(triton.cdiv(num_rows, PULLED),)](heap.world, exchange, pulls, num_rows, K=top_k, ROWS=PULLED)
     return entry_N, position_NK
 
 
 class ChoicePulls(NamedTuple):
-    """The places of sources' regions, in bytes, the tensors that are written (``pull_choices``), and the ranks."""
+    """The places of sources' regions, in bytes, and the tensors that are written (``pull_choices``)."""
 
-    published: int
     entries: int
     positions: int
     entry_N: Tensor
     position_NK: Tensor | None
-    num_ranks: int
 
 
 @kernel(do_not_specialize=["num_rows"])
-def _pull_choices(  # type: ignore[no-untyped-def]
-    world, epoch_ptr, table, pulls, num_rows, RANKS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr
-):
-    wait_for_sources(world, pulls.published, tl.load(epoch_ptr), pulls.num_ranks, RANKS)
+def _pull_choices(world, table, pulls, num_rows, K: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     source = tl.load(table.source_N + row, mask=row < num_rows, other=-1)
     kept = source >= 0

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from moesys.kernels.experts.tiles import Tiles
 from moesys.kernels.launch import kernel
-from moesys.kernels.symmetric.heap import Region
+from moesys.kernels.symmetric.heap import Region, flags_of_ranks
 
 TileOrder = Literal["largest_first", "slots"]
 # Choices of a program, replicas that they are compared with at once, blocks and groups that are summed at once, and
@@ -68,7 +68,7 @@ def regions(
         "position": Region((entries,), torch.int32),
         "weight": Region((entries,), torch.float32),
         "dweight": Region((entries,), torch.float32),
-        "published": Region((num_ranks,), torch.int32),
+        "published": flags_of_ranks(num_ranks),
         "combined": Region((num_flags,), torch.int32),
     }
 

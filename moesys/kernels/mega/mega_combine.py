@@ -20,12 +20,12 @@ import triton.language as tl
 from torch import Tensor
 
 from moesys.kernels.experts.products import rounded, rows_by_matrix
-from moesys.kernels.experts.tile_config import TileConfig, TileConfigs, Tiling, usual_programs
+from moesys.kernels.experts.tile_config import TileConfig, TileConfigs, Tiling
 from moesys.kernels.experts.tiles import tile_of
 from moesys.kernels.experts.weight_gradient import OuterProduct, WeightGradients, store_outer_product
 from moesys.kernels.launch import kernel
 from moesys.kernels.mega.arguments import MegaMemory, MegaRows
-from moesys.kernels.mega.point import MegaPoint, columns_at_once, fuses, launch_options, parts_of
+from moesys.kernels.mega.point import MegaPoint, columns_at_once, fuses, launch_options, parts_of, programs_at
 from moesys.kernels.mega.push_rows import (
     RowSources,
     RowTile,
@@ -175,7 +175,7 @@ def _launch(
     heap, tiles = memory.heap, rows.tiles.tiles
     tiles.require(block)
     T, K = rows.exchange.replica_TK.shape
-    H, num_groups, row_tiles = data.out_TH.shape[1], len(rows.matrix_G), len(tiles.group_M)
+    H, num_groups, row_tiles = data.out_TH.shape[1], len(rows.exchange.replicas.own_G), len(tiles.group_M)
     column_tiles = triton.cdiv(H, block.columns)
     memory.require(0, num_groups, row_tiles, column_tiles)
     outer_sizes = None if gradients is None else _outer_sizes(gradients, block, outer)
@@ -209,7 +209,7 @@ def _launch(
             push_columns=PUSH_COLUMNS,
             copy_columns=columns_at_once(block.rows, data.out_TH, block),
         )
-        _mega_combine[(point.programs or usual_programs(data.out_TH.device),)](
+        _mega_combine[(programs_at(point, heap),)](
             memory.launch(name, most_tasks), rows, data, gradients, T, num_groups, sizes=sizes, **launch_options(block)
         )
 
@@ -287,7 +287,7 @@ def _mega_combine(  # type: ignore[no-untyped-def]
             else:
                 if multiply:
                     task_is_ready(launch.times, task, PRODUCT, group)
-                    matrix = data.matrices + tl.load(rows.matrix_G + group).to(tl.int64) * sizes.matrix_stride
+                    matrix = data.matrices + group.to(tl.int64) * sizes.matrix_stride
                     # Rows that a tile lacks are computed from another's operands, and not stored.
                     left_row = data.rows_NL + row.to(tl.int64) * L + (tl.minimum(in_rows, num_rows - 1) * L)[:, None]
                     column = column_tile * tiling.columns

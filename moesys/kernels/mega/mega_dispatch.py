@@ -23,16 +23,16 @@ from torch import Tensor
 from moesys.kernels.experts.activation_gradient import SUM_COLUMNS, Epilogue, GradientRows, store_gradients
 from moesys.kernels.experts.activations import GATED
 from moesys.kernels.experts.products import rows_by_matrix
-from moesys.kernels.experts.tile_config import TileConfig, usual_programs
+from moesys.kernels.experts.tile_config import TileConfig
 from moesys.kernels.experts.tiles import tile_of
 from moesys.kernels.experts.up import rows_by_halves, store_activations
 from moesys.kernels.launch import kernel
 from moesys.kernels.mega.arguments import MegaMemory, MegaRows, raise_or_count
 from moesys.kernels.mega.exchange import TileSequence
-from moesys.kernels.mega.point import MegaPoint, columns_at_once, fuses, launch_options, parts_of
+from moesys.kernels.mega.point import MegaPoint, columns_at_once, fuses, launch_options, parts_of, programs_at
 from moesys.kernels.mega.push_rows import Task
 from moesys.kernels.mega.tasks import FETCH, PRODUCT, begin_task, end_task, leave, mixed_task, take, task_is_ready
-from moesys.kernels.symmetric.heap import RANK, at
+from moesys.kernels.symmetric.heap import RANK, at, flag_of
 from moesys.kernels.symmetric.signals import DISPATCH, PUBLISH, all_came, arrive, set_off, wait
 
 
@@ -122,7 +122,7 @@ def _launch(
     if block.rows % point.fetch_rows:
         raise ValueError(f"fetch_rows={point.fetch_rows} does not divide {block.rows} rows of a tile; use a divisor")
     most_fetches = len(tiles.group_M) * (block.rows // point.fetch_rows)
-    memory.require(most_fetches, len(rows.matrix_G), 0, 0)
+    memory.require(most_fetches, len(rows.exchange.replicas.own_G), 0, 0)
     name = "dispatch_up" if data.h_NU is None else "dispatch_activation_gradient"
     most_products = len(tiles.group_M) * triton.cdiv(I, block.columns)
     sizes = DispatchSizes(
@@ -140,7 +140,7 @@ def _launch(
     )
     # Fetches and products: in one launch, or in one each.
     for fetch, multiply in ((True, True),) if fuses(point, "dispatch") else ((True, False), (False, True)):
-        _mega_dispatch[(point.programs or usual_programs(data.rows_NH.device),)](
+        _mega_dispatch[(programs_at(point, memory.heap),)](
             memory.launch(name, fetch * most_fetches + multiply * most_products),
             rows,
             _needed_tiles(rows.tiles, block.raster) if by_expert else None,
@@ -206,7 +206,7 @@ def _mega_dispatch(  # type: ignore[no-untyped-def]
             wait(launch.flags.arrived + flag, flag >= 0, epoch, rank, group, flag, DISPATCH, launch.world)
             task_is_ready(launch.times, task, PRODUCT, group)
             num_rows = tl.minimum(tl.load(rows.exchange.first_G1 + group + 1) - row, tiling.rows)
-            matrix = data.matrices + tl.load(rows.matrix_G + group).to(tl.int64) * sizes.matrix_stride
+            matrix = data.matrices + group.to(tl.int64) * sizes.matrix_stride
             base = row.to(tl.int64)
             # Rows that a tile lacks are computed from another's operands, and not stored.
             in_rows = tl.minimum(tl.arange(0, tiling.rows), num_rows - 1)
@@ -268,7 +268,7 @@ def _fetch(  # type: ignore[no-untyped-def]
         came = came & wait(arrived, copied, task.epoch, rank, group, flag, DISPATCH, world)
     peer = tl.arange(0, sizes.RANKS)
     needed = tl.max((pulled[:, None] & (source[:, None] == peer[None, :])).to(tl.int32), 0) > 0
-    flag_of_source = at(world, rank, launch.offsets.published, tl.int32) + tl.where(needed, peer, 0)
+    flag_of_source = flag_of(world, rank, launch.offsets.published, tl.where(needed, peer, 0))
     came = came & wait(flag_of_source, needed, task.epoch, peer, -1, peer, PUBLISH, world)
     task_is_ready(launch.times, task.place, FETCH, group)
 

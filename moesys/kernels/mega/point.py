@@ -10,14 +10,23 @@ import triton
 from torch import Tensor
 
 from moesys.kernels.experts.activations import GATED
-from moesys.kernels.experts.tile_config import THREADS_OF_WARP, TileConfig, TileConfigs, all_registers
+from moesys.kernels.experts.tile_config import (
+    THREADS_OF_WARP,
+    TileConfig,
+    TileConfigs,
+    all_registers,
+    usual_programs,
+)
 from moesys.kernels.experts.tile_tuner import HOPPER, INTERPRETED, OLD_TRITON, SINGLE, capability_of
 from moesys.kernels.mega.exchange import TileOrder
 from moesys.kernels.mega.tasks import WHOLE
+from moesys.kernels.symmetric.heap import Heap
 
 # Triton 3.6, and every release for GPUs after Hopper, spills registers in backward's combine if tiles of weight
 # gradients have more columns (``python -m benchmarks kernels --aot``).
 NARROW_COLUMNS = 128
+# The multiprocessors that NCCL's kernels find free beside MegaKernels between ranks; it takes up to as many channels.
+SPARED_BETWEEN_RANKS = 16
 # The bytes of one load, and of all loads that a thread has in flight.
 LOAD_BYTES, FLIGHT_BYTES = 16, 128
 
@@ -103,6 +112,13 @@ def blocks_at(
     narrow = OLD_TRITON or capability > HOPPER
     outer = replace(block, columns=min(block.columns, NARROW_COLUMNS)) if narrow else block
     return replace(TileConfigs.all_of(block), up=halved, weight_gradient=outer)
+
+
+def programs_at(point: MegaPoint, heap: Heap) -> int:
+    """Returns how many programs are resident. Those of several ranks leave multiprocessors to collectives, which would
+    otherwise wait for the end of kernels that wait for peers.
+    """
+    return point.programs or usual_programs(heap.arena.device, SPARED_BETWEEN_RANKS if heap.num_ranks > 1 else 0)
 
 
 def columns_at_once(num_rows: int, rows_NH: Tensor, block: TileConfig) -> int:

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moesys.kernels.launch import kernel
-from moesys.kernels.symmetric.heap import RANK, Heap, Region, at
+from moesys.kernels.symmetric.heap import RANK, Heap, Region, at, flag_of
 from moesys.kernels.symmetric.signals import PUBLISH, wait
 
 BLOCK_EXPERTS = 256
@@ -123,7 +123,7 @@ def _receive(  # type: ignore[no-untyped-def]
     source, num_ranks = tl.program_id(0), tl.num_programs(0)
     own, epoch = tl.load(world + RANK), tl.load(epoch_ptr)
     peer = source + tl.arange(0, 1)
-    flag = at(world, own, offsets.published, tl.int32) + peer
+    flag = flag_of(world, own, offsets.published, peer)
     # The table of a rank that was given up holds counts of another exchange, perhaps of another layer.
     came = wait(flag, peer < num_ranks, epoch, peer, -1, peer, PUBLISH, world)
     exchange = tl.load(exchanges_R + source)

@@ -31,6 +31,8 @@ from moesys.kernels.torch_internals import symmetric_arena
 
 # Regions begin at multiples of a cache line of both kinds of machine, and so at multiples of any load's width.
 ALIGNMENT = 128
+# int32 from one rank's flag to the next: each has a cache line, so that none is raised where another is polled.
+FLAG_WORDS = tl.constexpr(ALIGNMENT // 4)
 SHARED_FOLDER = Path("/dev/shm")
 # A wait that takes longer is given up.
 TIMEOUT_S = 30.0
@@ -252,6 +254,17 @@ def at(world, rank, offset, dtype: tl.constexpr):  # type: ignore[no-untyped-def
     # Regions are aligned, and arenas more so: without the hint a compiler would move one element at a time. It keeps a
     # hint about a sum of a pointer, and forgets one about what is made a pointer.
     return tl.multiple_of(base + offset // (dtype.primitive_bitwidth // 8), 16)
+
+
+def flags_of_ranks(num_ranks: int) -> Region:
+    """Returns a region of one flag for each rank, ``FLAG_WORDS`` apart."""
+    return Region((num_ranks, FLAG_WORDS.value), torch.int32)
+
+
+@triton.jit
+def flag_of(world, rank, region, peer):  # type: ignore[no-untyped-def]
+    """Returns a pointer to the flag of ``peer`` in such a region on ``rank``; either may be a tensor of ranks."""
+    return at(world, rank, region, tl.int32) + peer * FLAG_WORDS
 
 
 # Copies from an address to another, of the current device or of what it maps, on a stream of it: destination, source,

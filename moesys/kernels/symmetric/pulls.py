@@ -27,7 +27,16 @@ from torch import Tensor
 
 from moesys.kernels.experts.products import INTERPRETED
 from moesys.kernels.launch import kernel
-from moesys.kernels.symmetric.heap import BASES, RANK, Heap, Region, at, copy_engines, require_no_capture
+from moesys.kernels.symmetric.heap import (
+    BASES,
+    RANK,
+    Heap,
+    Region,
+    copy_engines,
+    flag_of,
+    flags_of_ranks,
+    require_no_capture,
+)
 from moesys.kernels.symmetric.signals import PUBLISH, PULL, TimeoutWatch, raise_flag, wait
 
 # Words of 4 bytes that a program moves at a time: 16 bytes for each of 128 threads, eight times, all loaded before the
@@ -237,8 +246,8 @@ def pull_regions(num_bytes: int, num_ranks: int) -> Mapping[str, Region]:
     """Returns the regions of what a rank shares at once, a multiple of 16 bytes, ``DEPTH`` times, and of flags."""
     return {
         "shared": Region((DEPTH, -(-num_bytes // 16) * 16), torch.uint8),
-        "published": Region((num_ranks,), torch.int32),
-        "pulled": Region((num_ranks,), torch.int32),
+        "published": flags_of_ranks(num_ranks),
+        "pulled": flags_of_ranks(num_ranks),
     }
 
 
@@ -248,14 +257,14 @@ def _await_all(world, flags, epoch, num_ranks, stage: tl.constexpr, RANKS: tl.co
     needed.
     """
     peer = tl.arange(0, RANKS)
-    flag = at(world, tl.load(world + RANK), flags, tl.int32) + tl.minimum(peer, num_ranks - 1)
+    flag = flag_of(world, tl.load(world + RANK), flags, tl.minimum(peer, num_ranks - 1))
     wait(flag, peer < num_ranks, epoch, peer, -1, peer, stage, world)
 
 
 @kernel(do_not_specialize=["epoch"])
 def _tell_all(world, flags, epoch, num_ranks, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
     peer = tl.arange(0, RANKS)
-    flag = at(world, tl.minimum(peer, num_ranks - 1), flags, tl.int32) + tl.load(world + RANK)
+    flag = flag_of(world, tl.minimum(peer, num_ranks - 1), flags, tl.load(world + RANK))
     raise_flag(flag, epoch, peer < num_ranks)
 
 

@@ -4,12 +4,17 @@ which neither tiles nor programs decide, nor ways in which operands come, nor ga
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from conftest import assert_equal
 from expert_ops import (
     BLOCK,
@@ -29,10 +34,18 @@ from kernel_references import (
 )
 from torch import Tensor
 
+from moesys.kernels.experts import weight_gradient as of_weights
 from moesys.kernels.experts.activations import GATED
 from moesys.kernels.experts.experts import ExpertMatrices, experts_backward, experts_forward
+from moesys.kernels.experts.products import Gather
 from moesys.kernels.experts.tile_config import TileConfig, TileConfigs
-from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient
+from moesys.kernels.experts.weight_gradient import (
+    OrderedGroups,
+    OuterProduct,
+    OuterSizes,
+    store_outer_product,
+    weight_gradient,
+)
 
 
 def assert_right(op: Op, given: Rows) -> None:
@@ -69,14 +82,14 @@ def of_layer(given: Rows, block: TileConfig, gap: int | None = None) -> list[Ten
     """Output and all gradients of experts. ``gap``: of elements, behind the parameters of each expert, which are one
     vector then, as are its gradients.
     """
-    matrices, G = [given.gate_up_EUH, given.down_EHI], len(given.matrix_G)
+    matrices, G = [given.gate_up_EUH, given.down_EHI], len(given.routing.first_G1) - 1
     out, behind = [torch.full((G, *each.shape[1:]), torch.nan) for each in matrices], None
     if gap is not None:
         matrices, _ = in_one_buffer(*matrices, gap)
         out, behind = in_one_buffer(*out, gap)
     # Narrower tiles of the activation gradient are another class of bits.
     blocks = replace(TileConfigs.all_of(block), activation_gradient=replace(block, columns=max(32, block.columns)))
-    experts = ExpertMatrices(*matrices, given.matrix_G, given.activation)
+    experts = ExpertMatrices(*matrices, given.activation)
     y_TH, state = experts_forward(given.x_TH, given.routing, given.weight_TK, experts, blocks)
     found = experts_backward(given.dy_TH, given.x_TH, given.weight_TK, experts, state, blocks, (out[0], out[1]))
     assert behind is None or behind.isnan().all()
@@ -106,8 +119,6 @@ SAME_BITS: dict[str, tuple[str, torch.dtype, str, int | None, dict[str, Any]]] =
     "stages": ("empty groups, first, between and last", BFLOAT16, "swiglu", None, {"rows": 64, "stages": 5}),
     "TMA": ("whole tiles", BFLOAT16, "gelu", None, {"operands": "tma"}),
     "TMA of rows too": ("whole tiles", BFLOAT16, "swiglu", None, {"operands": "specialised"}),
-    "TMA of replicas": ("replicas of a matrix", BFLOAT16, "swiglu", None, {"operands": "tma"}),
-    "TMA of rows of replicas": ("replicas of a matrix", BFLOAT16, "gelu", None, {"operands": "specialised"}),
     "TMA of nothing": ("no tokens", BFLOAT16, "swiglu", None, {"operands": "tma"}),
     "TMA of no rows": ("no tokens", BFLOAT16, "swiglu", None, {"operands": "specialised"}),
     "rows that TMA cannot read": ("odd widths", BFLOAT16, "relu2", None, {"operands": "specialised"}),
@@ -173,6 +184,84 @@ def test_a_weight_gradient_in_16_bits_is_the_float32_sum_rounded_once(dtype: tor
     for wrong_GLR in (in_float32.new_zeros(4, 48, 16), in_float32.new_zeros(3, 16, 48).mT):
         with pytest.raises(ValueError, match=r"give contiguous matrices of shape \(3, 48, 16\)"):
             weight_gradient(*operands, wrong_GLR)
+
+
+@triton.jit
+def one_by_one(left_ptr, right_ptr, groups, out_ptr, num_tiles, sizes: tl.constexpr, tiling: tl.constexpr):
+    """A loop over steps for each tile, as MegaKernels have it."""
+    along_L: tl.constexpr = (sizes.L + tiling.rows - 1) // tiling.rows
+    along_R: tl.constexpr = (sizes.R + tiling.columns - 1) // tiling.columns
+    product = OuterProduct(left_ptr, right_ptr, out_ptr, sizes.L, sizes.R, sizes.matrix_stride)
+    for task in range(num_tiles):
+        group, tile = task // (along_L * along_R), task % (along_L * along_R)
+        tile = (tile // along_R, tile % along_R)
+        store_outer_product(product, groups.entry_P, groups.first_G1, None, group, tile, sizes.gather, 0, tiling)
+
+
+def of_random_loops(seed: int) -> tuple[Tensor, Tensor]:
+    """The weight gradients of random rows by one loop over the steps of all tiles, and by one for each tile."""
+    rng = np.random.default_rng(seed)
+    num_groups, top_k = rng.integers(1, 6), int(rng.integers(1, 4))
+    rows_G = rng.integers(0, 50, num_groups) * (rng.random(num_groups) < 0.7)
+    tile = TileConfig(
+        *rng.choice([(16, 16), (32, 64), (16, 128)]).tolist(),
+        contraction=16,
+        warps=1,
+        raster=int(rng.integers(1, 4)),
+        programs=int(rng.choice([1, 2, 3, 7, 99])),
+    )
+    L, R = (
+        int(rng.integers(1, 3)) * wide - int(rng.integers(wide) * rng.integers(2)) for wide in (tile.rows, tile.columns)
+    )
+    dropped = int(rng.integers(3))
+    num_rows, (dtype, out_dtype) = int(rows_G.sum()), rng.permutation([torch.float32, torch.bfloat16])
+    generator = torch.Generator().manual_seed(seed)
+    tokens = -(-(num_rows + dropped) // top_k)
+    first_G1 = torch.tensor([0, *np.cumsum(rows_G)], dtype=torch.int32)
+    # What is behind the last row is none of any group.
+    entry_P = torch.randperm(max(1, tokens * top_k), generator=generator)[: num_rows + dropped].int()
+    entry_P[num_rows:] = -1
+    groups = OrderedGroups(entry_P, first_G1, groups_by_size_reference(first_G1))
+    gathered = ("left", "right")[seed % 2]
+    sides = [(tokens if gathered == side else num_rows + dropped, width) for side, width in (("left", L), ("right", R))]
+    left, right = (torch.randn(max(1, rows), width, generator=generator).to(dtype) for rows, width in sides)
+    found, wanted = (torch.full((num_groups, L, R), torch.nan, dtype=out_dtype) for _ in range(2))
+    weight_gradient(left, right, groups, top_k, gathered, tile, found)
+    sizes = OuterSizes(L, R, L * R, Gather(gathered == "left", top_k), 0, 1)
+    num_tiles = int(num_groups) * -(-L // tile.rows) * -(-R // tile.columns)
+    one_by_one[(1,)](left, right, groups, wanted, num_tiles, sizes, tile.tiling)
+    return found, wanted
+
+
+NUM_LOOPS = 200 if os.environ.get("MOESYS_SWEEP") == "1" else 20
+
+
+def test_one_loop_over_all_tiles_has_the_bits_of_one_for_each() -> None:
+    """With empty groups, dropped choices, uneven sizes, and fewer and more programs than tiles."""
+    for seed in range(NUM_LOOPS):
+        assert torch.equal(*of_random_loops(seed)), seed
+
+
+def without_the_last_step(usual: Any) -> Any:
+    return lambda *args: usual(*args) - 1
+
+
+def one_tile_late(usual: Any) -> Any:
+    totals: list[Any] = []
+
+    def store(matrix: Any, total: Any, *args: Any) -> None:
+        totals.append(total)
+        usual(matrix, totals[-2:][0], *args)
+
+    return store
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"), [("_own_steps", without_the_last_step), ("_store_in_slices", one_tile_late)]
+)
+def test_faults_of_the_loop_show(name: str, fault: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_weights, name, fault(getattr(of_weights, name)))
+    assert not all(torch.equal(*of_random_loops(seed)) for seed in range(NUM_LOOPS))
 
 
 @pytest.mark.parametrize(("order", "left_over"), [((0, 1, 2), 0.0), ((1, 0, 2), 0.0), ((0, 2, 1), 1.0)])

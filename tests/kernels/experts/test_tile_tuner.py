@@ -73,7 +73,7 @@ class Clock:
 @pytest.mark.parametrize("op", OPS)
 def test_every_candidate_fits_and_changes_no_bit(op: str, shape: ShapeClass) -> None:
     found = candidates(op, shape)
-    assert 1 <= len(found) <= 12
+    assert 1 <= len(found) <= 16
     assert len(set(found)) == len(found)
     for block in found:
         halves = 2 if op == "up" and shape.activation == "swiglu" else 1
@@ -101,7 +101,7 @@ def test_the_fastest_of_the_space_is_found_one_op_at_a_time(fastest: int, failin
 
 
 def test_where_all_fail_the_models_choice_stays() -> None:
-    assert tune_blocks(SHAPE, Clock(0, failing=tuple(range(12))), GPU) == blocks_for(SHAPE, 100)
+    assert tune_blocks(SHAPE, Clock(0, failing=tuple(range(16))), GPU) == blocks_for(SHAPE, 100)
 
 
 def test_what_was_found_is_kept_by_class() -> None:

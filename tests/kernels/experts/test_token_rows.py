@@ -13,7 +13,7 @@ from moesys.kernels.experts.token_rows import combine, gather_rows
 
 CASES = {
     **EDGES,
-    "more choices than rows in flight": Edge([[*range(10), -1]] * 3, tuple(range(11))),
+    "more choices than rows in flight": Edge([[*range(10), -1]] * 3, 11),
     "several programs a token": Edge([[0, 2], [1, -1]], H=1061),
 }
 
