@@ -39,6 +39,7 @@ class Case:
     setups: constructors of the contestants, by name, in the order in which they are checked.
     wrong: returns why a contestant of this name with these results is not timed, or "".
     before: runs before each check and each work and is not timed. after_check: runs after each check, to free memory.
+    warm_up: runs once, between the checks and the times.
     all_or_none: whether no contestant is timed if one is wrong.
     """
 
@@ -46,6 +47,7 @@ class Case:
     wrong: Callable[[str, Any], str]
     before: Work = _nothing
     after_check: Work = _nothing
+    warm_up: Work = _nothing
     stopwatch: Callable[[Work], float] = wall_ms
     all_or_none: bool = False
 
@@ -98,6 +100,7 @@ def hold(case: Case, repeats: int, tell: Callable[[str], None] = _nothing) -> di
             return math.nan
         return float(attempt(name, partial(case.stopwatch, work)))
 
+    case.warm_up()
     works = {(name, label): partial(timed, name, work) for name in right for label, work in ready[name].works.items()}
     samples_ms = interleave(works, repeats, before=case.before)
     for name in right:

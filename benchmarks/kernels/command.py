@@ -30,7 +30,9 @@ def bench_kernels(
     ] = "sm_90",
     size: Annotated[str, option("NAMES", "Names of layers, separated by commas, or all.")] = "all",
     routing: Annotated[str, option("NAMES", "uniform, balanced, zipf, k-experts, router, or all.")] = "all",
-    contestants: Annotated[str, option("NAMES", "moesys, grouped_mm, 'grouped_mm compiled', transformers.")] = "all",
+    contestants: Annotated[
+        str, option("NAMES", "moesys, grouped_mm, transformers, and more (docs/kernels.md).")
+    ] = "all",
     peer: Annotated[
         list[str] | None, option("NAME=DIR", "scattermoe, liger or sonicmoe in DIR; may be repeated.")
     ] = None,

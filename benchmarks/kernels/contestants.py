@@ -1,4 +1,4 @@
-"""The contestants of the kernel benchmark: moesys, torch's grouped GEMM in three ways, and code of other projects.
+"""The contestants of the kernel benchmark: moesys, torch's grouped GEMM in four ways, and code of other projects.
 
 The code of other projects is read from local folders and is never a dependency. Each function for one of them takes the
 folder that holds its package, adds it to the path, and raises ImportError if the package cannot be imported.
@@ -26,7 +26,7 @@ from moesys.kernels.experts.experts import moe_experts
 
 OURS = "moesys"
 # The contestants whose errors bound those of moesys.
-GROUPED = ("grouped_mm", "transformers", "grouped_mm compiled")
+GROUPED = ("grouped_mm", "transformers", "grouped_mm compiled", "grouped_mm max-autotune")
 
 
 def contestants(names: Sequence[str], peers: Mapping[str, Path]) -> dict[str, Callable[[], Implementation]]:
@@ -39,6 +39,9 @@ def contestants(names: Sequence[str], peers: Mapping[str, Path]) -> dict[str, Ca
         "grouped_mm": lambda: Implementation(grouped_mm_experts),
         "transformers": lambda: Implementation(transformers_experts),
         "grouped_mm compiled": lambda: Implementation(torch.compile(grouped_mm_experts, dynamic=False)),
+        "grouped_mm max-autotune": lambda: Implementation(
+            torch.compile(grouped_mm_experts, dynamic=False, mode="max-autotune-no-cudagraphs")
+        ),
         OURS: lambda: Implementation(moe_experts),
     }
     for name in names:

@@ -28,7 +28,9 @@ from benchmarks.kernels.drawn_layer import (
     draw_routing,
     relative_errors,
 )
-from benchmarks.kernels.kernels_contest import FLOPS, LayerResult, measure_layer
+from benchmarks.kernels.kernels_contest import FLOPS, WHOLE, KernelResult, LayerResult, measure_layer
+from moesys.kernels.experts.tile_tuner import OPS
+from moesys.lab.runs.statistics import Quantiles
 from moesys.lab.show.sheets import CommandOutput
 
 # Rows of a multiple of 16 bytes, as torch's grouped GEMM wants them.
@@ -88,10 +90,23 @@ def test_a_rehearsal_checks_and_times_everything(tmp_path: Path) -> None:
         *("equal bits", "equal bits in other tiles"),
     }
     assert f"{tmp_path} has no folder sonicmoe" in found["absent"]["sonicmoe"]
+    assert [(row["op"], row["size"]) for row in found["kernels"]] == [(op, [*TINY]) for op in OPS]
     page = (tmp_path / "found" / "kernels.md").read_text()
     assert page.startswith("# Kernels of one device, ")
+    assert "Worst: " in page
     assert "| tiny | zipf | transformers |" in page
     assert "absent: sonicmoe, ImportError" in page
+
+
+def test_the_first_line_says_what_is_worst() -> None:
+    row = LayerResult(TINY, "zipf", "grouped_mm", {WHOLE: [1.0]}, to_ours=Quantiles.of([0.89]))
+    kernels = [KernelResult(TINY, op, "", Quantiles.of([1.0]), 10.0 * len(op), 100.0, None) for op in OPS]
+    others = [LayerResult(TINY, "uniform", name, to_ours=Quantiles.of([1.2])) for name in ("transformers", OURS)]
+    found = contest.ContestResults("rehearsed", "", "float32", 1, measured=[*others, row], kernels=kernels)
+    assert found.report().introduction == [
+        "Worst: grouped_mm takes 0.89 of the time of moesys for tiny, zipf; up of tiny has the least share of the "
+        "ceiling, 0.20."
+    ]
 
 
 def test_what_is_wrong_of_ours_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
