@@ -212,7 +212,8 @@ def _publish(world, published, epoch_ptr, num_ranks, RANKS: tl.constexpr):  # ty
 @kernel
 def _await_sources(world, published, epoch_ptr, num_ranks, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Waits until every rank has published this epoch. One program: if all that pull waited, a rank that is early would
-    fill its GPU with them, and keep collectives of other streams from it.
+    fill its GPU with them, and keep collectives of other streams from it. Nothing follows, so the barrier is more than
+    is needed.
     """
     peer = tl.arange(0, RANKS)
     flag = flag_of(world, tl.load(world + RANK), published, tl.minimum(peer, num_ranks - 1))

@@ -9,6 +9,7 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -83,6 +84,14 @@ def test_every_candidate_fits_and_changes_no_bit(op: str, shape: ShapeClass) -> 
         # the numerics class: one contraction, and no tile narrower than a partial sum
         assert block.contraction == CONTRACTION
         assert block.columns >= 32
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_pairs_of_programs_are_tried_behind_what_is_used_untuned(op: str) -> None:
+    found = candidates(op, SHAPE)
+    pairs = [block for block in found if block.resident == 2]
+    assert pairs == found[len(found) - len(pairs) :] != []
+    assert {(block.warps, block.stages) for block in pairs} == {(4, 3)}
 
 
 def test_the_models_choice_is_wide_tiles_by_pointers_and_lower_ones_for_few_rows() -> None:
@@ -234,7 +243,10 @@ def test_shapes_are_classed_by_rows_of_an_expert() -> None:
 def test_persistent_kernels_leave_what_is_spared_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
     gpu = torch.device("cuda", 0)
-    assert TileConfig().num_programs(gpu) == 132
+    heaps: list[Any] = [SimpleNamespace(arena=SimpleNamespace(device=gpu), num_ranks=ranks) for ranks in (1, 8)]
+    points = MegaKernel(), MegaKernel(programs=7)
+    assert [[point.programs_at(each, heap) for each in points] for heap in heaps] == [[132, 7], [116, 7]]
+    assert [TileConfig(resident=each).num_programs(gpu) for each in (1, 2)] == [132, 264]
     monkeypatch.setenv("MOESYS_SPARED_MULTIPROCESSORS", "16")
     assert TileConfig().num_programs(gpu) == 116
     assert TileConfig(programs=132).num_programs(gpu) == 132
