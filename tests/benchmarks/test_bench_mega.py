@@ -58,6 +58,7 @@ def test_all_programs_of_all_ranks_are_resident_together() -> None:
     for share in (1, 33):
         programs = {name: point.programs for name, point in contest.points_of(share).items()}
         assert set(contest.POINTS) < set(programs)
+        assert programs.pop(contest.PAIRS) == 2 * share
         assert all(1 <= number <= share for number in programs.values())
         assert programs[SEQUENTIAL] == share
 

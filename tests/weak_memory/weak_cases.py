@@ -20,7 +20,7 @@ from torch import Tensor
 import moesys as ms
 from moesys.kernels.mega.arguments import MegaMemory, publish
 from moesys.kernels.symmetric.counts import Origin, count_regions, receive_counts, send_counts
-from moesys.kernels.symmetric.heap import TIMEOUT_S, Heap
+from moesys.kernels.symmetric.heap import TIMEOUT_S, Heap, flags_of_ranks
 from moesys.kernels.symmetric.pulls import PullPart, PullRings, ordered_sum
 from moesys.overlap.mega_executor import MegaHeaps
 
@@ -47,7 +47,7 @@ def counts(num_ranks: int, exchanges: int = 3) -> WeakCase:
     tokens_XRE = torch.randint(1, 9, (exchanges, num_ranks, experts), generator=generator)
 
     def work(rank: int, group: Group, times: float) -> list[Tensor] | None:
-        regions = {**count_regions(num_ranks, experts), "published": ((num_ranks,), torch.int32)}
+        regions = {**count_regions(num_ranks, experts), "published": flags_of_ranks(num_ranks)}
         memory, found = MegaMemory(Heap.of_group(regions, group, CPU)), []
         for turn, tokens_RE in enumerate(tokens_XRE):
             if turn == times:
