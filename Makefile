@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: demo test test-all golden hosts oldest newest newest-python lint aot docs
 
 demo: .venv/installed
-	$(BIN)/python -m moesys demo
+	$(BIN)/python -m experiments.demo
 
 # First, side by side, what would leave cores idle one after the other.
 test: .venv/installed

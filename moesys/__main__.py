@@ -17,17 +17,10 @@ import typer
 from moesys.lab.commands.options import CommandPage, command_line
 from moesys.lab.ranks.process_start import sigterm_as_ctrl_c
 
-START, RUN, SIMULATE = "Start here", "Run and compare", "Simulate and plan"
+RUN, SIMULATE = "Run and compare", "Simulate and plan"
 CHECKPOINTS, MACHINE = "Checkpoints", "This machine"
 
 COMMANDS = {
-    "demo": CommandPage(
-        "moesys.lab.commands.demo:demo_command",
-        START,
-        "Train and compare four strategies on this machine.",
-        "It takes less than 3 minutes on 2 cores, and then replays the routing of the first one on simulated GPUs.",
-        ("moesys demo", "moesys demo --out demo-runs --fresh"),
-    ),
     "run": CommandPage(
         "moesys.lab.commands.run:run_command",
         RUN,

@@ -33,9 +33,15 @@ SWEEP = os.environ.get("MOESYS_SWEEP") == "1"
 # Tests that use ranks have a fixture that gives them; these files start ranks, workers or other programs themselves.
 PROCESSES = (
     *("balance/test_agreement", "benchmarks/shaped/", "benchmarks/test_bench_hosts", "benchmarks/test_bench_models"),
-    *("experiments/test_experiments", "golden/test_golden", "gpu/test_gpu_plugin", "gpu/test_planted_faults_of_ranks"),
+    *(
+        "experiments/test_demo",
+        "experiments/test_experiments",
+        "golden/test_golden",
+        "gpu/test_gpu_plugin",
+        "gpu/test_planted_faults_of_ranks",
+    ),
     *("faults/", "kernels/test_aot"),
-    *("lab/calibrate/test_calibrate", "lab/commands/test_demo", "lab/ranks/", "lab/runs/test_bisect"),
+    *("lab/calibrate/test_calibrate", "lab/ranks/", "lab/runs/test_bisect"),
     *("lab/runs/test_ends", "lab/runs/test_record_routing", "lab/runs/test_runner"),
     *("lab/runs/test_slurm", "lab/runs/test_tuning", "lab/runs/test_watched_run", "lab/runs/test_workers"),
     *(

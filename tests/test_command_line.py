@@ -212,7 +212,7 @@ ALL = {f"moesys {name}": page for name, page in COMMANDS.items()} | {
 every_command = pytest.mark.parametrize("command", ALL)
 # The commands that have no such option: those that print no table, show no progress, or write no file.
 WITHOUT = {
-    "--json": {"demo", "report", "convert", "record-routing"},
+    "--json": {"report", "convert", "record-routing"},
     "--quiet": {"compare", "bisect", "explain", "plan", "report", "calibration-check"},
     "--out": {"compare", "bisect", "explain", "convert", "doctor", "record-routing", "verify"},
 }

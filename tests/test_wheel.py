@@ -37,7 +37,8 @@ def test_a_wheel_installs_into_an_empty_environment_and_runs_the_demo(tmp_path: 
     run(commands / "pip", "install", f"torch=={version('torch').partition('+')[0]}", cwd=tmp_path)
     run(commands / "pip", "install", f"{wheel}[hf]", cwd=tmp_path)
     assert run(commands / "moesys", "--version", cwd=tmp_path).strip().endswith(version("moesys"))
-    printed = run(commands / "moesys", "demo", cwd=tmp_path)
+    shutil.copytree(ROOT / "experiments", tmp_path / "experiments")
+    printed = run(commands / "python", "-m", "experiments.demo", cwd=tmp_path)
     assert "MEASURED: demo" in printed
     assert "SIMULATED: demo-cluster" in printed
     [trained, replayed] = (tmp_path / "runs").glob("demo-*/report.html")

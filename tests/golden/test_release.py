@@ -117,7 +117,7 @@ def test_a_checkpoint_is_resumed_and_loaded_on_other_ranks_under_another_shardin
 
 def test_public_names_and_commands_remain() -> None:
     """All but those that moved experts to other owners, the bound in seconds, and classes of results; some in modules
-    of their own.
+    of their own. The demo is a program of the checkout.
     """
     names, modules = (RELEASE / "public_names.txt").read_text().split(), (ms, ms.models, ms.planning, ms.traces)
     results = (
@@ -126,5 +126,5 @@ def test_public_names_and_commands_remain() -> None:
     gone = "SecondsCertificate certify_seconds compare_records gather_loads move_homes plan_homes plan_layouts"
     found = [name for name in names if not any(hasattr(module, name) for module in modules)]
     assert found == sorted([*results.split(), *gone.split(), "replica_budget", "simulation"])
-    commands = "demo run compare bisect explain simulate tune plan report convert doctor"
+    commands = "run compare bisect explain simulate tune plan report convert doctor"
     assert set(commands.split()) <= set(get_command(app).commands)

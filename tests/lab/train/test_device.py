@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import moesys as ms
-from moesys.lab.commands import demo
+from experiments import demo
 from moesys.lab.ranks import process
 from moesys.lab.ranks.process import best_device, device_of, gpu_backend
 from moesys.lab.runs.declarations import load_experiment

@@ -6,9 +6,18 @@ import json
 import re
 
 import pytest
-from lab_cases import moesys
+import typer
 
-from moesys.lab.commands import demo
+from experiments import demo
+
+
+def ended_well(*arguments: object) -> bool:
+    """Runs the demo in this process, as the command line does."""
+    app = typer.Typer()
+    app.command()(demo.main)
+    with pytest.raises(SystemExit) as end:
+        app([*map(str, arguments)])
+    return end.value.code == 0
 
 
 @pytest.fixture
@@ -32,7 +41,7 @@ def _in_small(monkeypatch):
 
 @pytest.mark.usefixtures("_in_small")
 def test_the_demo_trains_replays_draws_and_resumes(tmp_path, capsys):
-    assert moesys("demo", "--out", tmp_path / "runs") == 0
+    assert ended_well("--out", tmp_path / "runs")
     printed = capsys.readouterr().out
     assert printed.index("MEASURED: demo") < printed.index("SIMULATED: demo-cluster")
     trained, replayed = (path.read_text() for path in sorted(tmp_path.glob("runs/*/report.html")))
@@ -44,7 +53,7 @@ def test_the_demo_trains_replays_draws_and_resumes(tmp_path, capsys):
     told = [line for line in printed.splitlines() if line.startswith("All runs")]
     assert told == [f"All runs: {tmp_path}/runs/index.html"]
 
-    assert moesys("demo", "--out", tmp_path / "runs") == 0
+    assert ended_well("--out", tmp_path / "runs")
     again = capsys.readouterr().out
     assert again.count("nothing to do: 4 of 4 trials are recorded") == 2
     # What is recorded is what is shown, whenever it is shown.
