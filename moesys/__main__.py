@@ -89,7 +89,7 @@ COMMANDS = {
         "The best ones for a training are also timed on ranks. The same command continues a search that was stopped.",
         (
             "moesys tune experiments/skew_sweep.py --memory-gb 80",
-            "moesys tune experiments/skew_sweep.py --budget 32 --minutes 5",
+            "moesys tune experiments/skew_sweep.py --budget 32 --jobs 1",
         ),
     ),
     "explain": CommandPage(

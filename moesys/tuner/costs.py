@@ -13,7 +13,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import BrokenExecutor, Future, wait
+from concurrent.futures import BrokenExecutor, Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -26,21 +26,10 @@ from moesys.balance.plan import out_of_rows
 from moesys.config import Strategy
 from moesys.files import FolderLock, append_line, cut_torn_line, read_bytes
 from moesys.journal import Journal
-from moesys.tuner.tuned_workload import (
-    MOST_BYTES,
-    Deadline,
-    Fidelity,
-    OutOfTimeError,
-    Plans,
-    Setting,
-    Workload,
-    layers_of,
-)
+from moesys.tuner.tuned_workload import MOST_BYTES, Fidelity, Plans, Setting, Workload, layers_of
 
 # Points of a batch, which workers simulate side by side.
 _BATCH = 16
-# Seconds between two checks of the time limit.
-_POLL_S = 0.1
 
 # Milliseconds of a strategy's first steps, by seed.
 StepsMs = dict[int, list[float]]
@@ -70,11 +59,10 @@ class Helpers(Protocol):
 
 @dataclass
 class Session:
-    """The means of a tuning: its journal, its observer, its time and its worker processes."""
+    """The means of a tuning: its journal, its observer and its worker processes."""
 
     journal: TuneJournal
     observer: Observer
-    deadline: Deadline = field(default_factory=Deadline)
     helpers: Helpers | None = None
 
 
@@ -90,9 +78,7 @@ class Costs:
     """Costs of points, from the journal or found now. ``starts``: the experiment's strategies, the baseline first.
 
     simulated: the strategies that were simulated, by fidelity and fingerprint. refused: the strategies that would not
-    run or that the cost model does not support, with the reason. stage: what ``look`` does.
-
-    Everything that finds something out raises OutOfTimeError when the deadline of ``plans`` is over.
+    run or that the cost model does not support, with the reason.
     """
 
     def __init__(self, plans: Plans, setting: Setting, session: Session, starts: Sequence[Strategy]) -> None:
@@ -101,8 +87,6 @@ class Costs:
         self.refused: dict[str, tuple[Strategy, str]] = {}
         self.steps_ms: dict[str, StepsMs] = {}
         self.looked_at: set[str] = set()
-        self.stage = "drawing points"
-        self._running: set[Future[Entry]] = set()
 
     def fits(self, strategy: Strategy) -> bool:
         """Returns whether no reason is known why it would not run. Writes a reason to the journal."""
@@ -124,8 +108,7 @@ class Costs:
     def look(self, points: Iterable[Strategy], fidelity: Fidelity, words: str) -> None:
         """Simulates each distinct point, in order. ``words``: what the points are."""
         left = list({point.fingerprint(): point for point in points}.values())
-        self.stage = f"simulating {len(left)} {words}, {fidelity}"
-        self.session.observer.stage(self.stage, len(left))
+        self.session.observer.stage(f"simulating {len(left)} {words}, {fidelity}", len(left))
         while left:
             helpers = self.session.helpers
             size = _BATCH if helpers is not None and helpers.are_due else 1
@@ -160,25 +143,14 @@ class Costs:
             return partial(_entry_of, self.plans, point, fidelity, known)
         most_bytes = MOST_BYTES // helpers.num_workers
         answer = helpers.submit(_entry_in_worker, self.plans.workload, most_bytes, point, fidelity, known)
-        self._running = {other for other in self._running if not other.done()} | {answer}
-        return partial(self._wait_for, answer, point.name, fidelity)
+        return partial(_result_of, answer, point.name, fidelity)
 
-    def _wait_for(self, answer: Future[Entry], name: str, fidelity: Fidelity) -> Entry:
-        try:
-            while not answer.done():
-                self.plans.deadline.check()
-                wait([answer], _POLL_S)
-            return answer.result()
-        except OutOfTimeError:
-            self._running = {other for other in self._running if not other.cancel()}
-            raise
-        except BrokenExecutor as error:
-            raise ValueError(f"strategy {name!r}, {fidelity}: {error}; the same call goes on from here") from None
 
-    def rest(self) -> None:
-        """Waits until no worker process computes, or the session's time is over, because clocks are to run."""
-        while wait(self._running, _POLL_S).not_done and not self.session.deadline.is_over:
-            pass
+def _result_of(answer: Future[Entry], name: str, fidelity: Fidelity) -> Entry:
+    try:
+        return answer.result()
+    except BrokenExecutor as error:
+        raise ValueError(f"strategy {name!r}, {fidelity}: {error}; the same call goes on from here") from None
 
 
 def _entry_in_worker(workload: Workload, most_bytes: int, *point: Any) -> Entry:
@@ -188,7 +160,7 @@ def _entry_in_worker(workload: Workload, most_bytes: int, *point: Any) -> Entry:
 @lru_cache(maxsize=1)
 def _plans_of(workload: Workload, most_bytes: int) -> Plans:
     """Returns the plans of a worker process, which it keeps for the points to come."""
-    return Plans(workload, Deadline(), most_bytes)
+    return Plans(workload, most_bytes)
 
 
 def _entry_of(plans: Plans, strategy: Strategy, fidelity: Fidelity, known: StepsMs) -> Entry:
@@ -197,7 +169,6 @@ def _entry_of(plans: Plans, strategy: Strategy, fidelity: Fidelity, known: Steps
     try:
         for seed, ms in steps_ms.items():
             for step in plans.steps(strategy, seed, fidelity.num_steps)[len(ms) :]:
-                plans.deadline.check()
                 if reason := out_of_rows(strategy, plans.workload.model, layers_of(step)):
                     raise ValueError(reason)
                 ms.append(plans.workload.step_ms(step))

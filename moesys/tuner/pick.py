@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, islice, zip_longest
 
@@ -18,12 +17,10 @@ from moesys.config.experiment import Source
 from moesys.tuner.costs import CostedStrategy, Costs, Session
 from moesys.tuner.space import PARTS, SearchBounds, Space, default_space
 from moesys.tuner.timing import Clock, Rounds, TimedStrategy, TimingResult, kinds_of
-from moesys.tuner.tuned_workload import Fidelity, OutOfTimeError, Plans, Setting, Workload, ladder, value_words
+from moesys.tuner.tuned_workload import Fidelity, Plans, Setting, Workload, ladder, value_words
 
 # Number of the experiment's strategies that are timed in any case, besides the baseline.
 _STARTS_TIMED = 3
-# The search's share of the time where clocks follow, and where only further draws of the fastest follow.
-_SEARCH_SHARE_BEFORE_CLOCKS, _SEARCH_SHARE = 0.4, 0.85
 # Number of the fastest strategies that are drawn again, and the number of steps per seed.
 _DRAWN, _DRAWN_STEPS = 3, 2
 
@@ -102,7 +99,6 @@ class TunePick:
             f"# {decided}\n"
             "# Beside a field: the best other value that was tried, and what it would cost.\n"
         )
-        head += f"# Stopped when the time was over, while {self.search.not_seen}.\n" if self.search.not_seen else ""
         reasons = {choice.field: str(choice) for choice in self.choices if choice.next_best is not None}
         return head + "\n".join(_commented(self.strategy.to_toml(), reasons)) + "\n"
 
@@ -122,13 +118,12 @@ def tune_workload(
 
     space: None for ``default_space``, with ``MegaKernel`` if ``mega_kernels``. clock: times the best strategies at the
     end and decides; simulated and measured times are never in one ranking. draw_seeds: seeds on which the fastest are
-    simulated once more, for intervals. The search gets the part of the session's time that clocks and draws do not
-    need.
+    simulated once more, for intervals.
 
     Raises ValueError where the space has no point, where nothing of it or not the baseline can be simulated, or where
     the baseline's trials fail.
     """
-    bounds, plans = bounds or SearchBounds(), Plans(workload, session.deadline)
+    bounds, plans = bounds or SearchBounds(), Plans(workload)
     cluster = workload.cluster.replace(memory_gb=bounds.memory_gb or workload.cluster.memory_gb)
     num_layers = len(plans.first_layers(strategies[0]))
     setting = Setting(workload.model, cluster, num_layers, bounds.model_layers, workload.recompute)
@@ -136,21 +131,16 @@ def tune_workload(
     costs = Costs(plans, setting, session, starts)
     if space is None:
         space = default_space(setting, costs.tokens_per_rank, mega_kernels=mega_kernels)
-    plans.deadline = session.deadline.part(_SEARCH_SHARE if clock is None else _SEARCH_SHARE_BEFORE_CLOCKS)
     found, timing = search(space, costs, budget=bounds.budget, seed=bounds.seed), None
-    plans.deadline = session.deadline
     if clock is None:
         if found.baseline is None:
-            refused = costs.refused.get(starts[0].fingerprint())
+            _, reason = costs.refused[starts[0].fingerprint()]
             raise ValueError(
-                f"the cost model does not run the baseline, strategy {starts[0].name!r}: {refused[1]}; "
+                f"the cost model does not run the baseline, strategy {starts[0].name!r}: {reason}; "
                 "put another one first"
-                if refused
-                else f"the time was over while {found.not_seen}, before the baseline was simulated; give more minutes"
             )
         pick, speedup = found.ranking[0].strategy, found.baseline.ms / found.ranking[0].ms
     else:
-        costs.rest()
         candidates = [one for one in _promising(costs) if costs.fits(one)]
         timing = Rounds(clock, session, starts[0], seed=bounds.seed, first_seed=workload.seeds[0]).run(candidates)
         best = _best_that_fits(timing, costs)
@@ -194,14 +184,13 @@ def _best_that_fits(timing: TimingResult, costs: Costs) -> TimedStrategy:
 
 
 def _draws(costs: Costs, found: SearchResult, seeds: Sequence[int]) -> tuple[Draws, ...]:
-    """Simulates the fastest strategies and the baseline on further seeds, as far as there is time."""
+    """Simulates the fastest strategies and the baseline on further seeds."""
     if found.baseline is None:
         return ()
     baseline, shown = found.baseline.strategy, [one.strategy for one in found.ranking[:_DRAWN]]
     if seeds:
         fidelity = Fidelity(tuple(seeds), min(_DRAWN_STEPS, costs.plans.workload.num_steps))
-        with suppress(OutOfTimeError):
-            costs.look([baseline, *shown], fidelity, "of the fastest and the baseline")
+        costs.look([baseline, *shown], fidelity, "of the fastest and the baseline")
     drawn = [_draws_of(strategy, baseline, costs.steps_ms) for strategy in shown if strategy != baseline]
     return tuple(draws for draws in drawn if len(draws.own_ms) > 1)
 
@@ -275,8 +264,7 @@ class SearchResult:
 
     ranking: the strategies that would run, fastest first. baseline: None where it cannot be simulated. refused: points
     that would not run, or that the cost model does not support, with the reason. num_points: points that were looked
-    at. of: the part of the workload that all costs are the mean of. not_seen: what the search was doing when its time
-    was over; "" where it ended by itself.
+    at. of: the part of the workload that all costs are the mean of.
     """
 
     ranking: tuple[CostedStrategy, ...]
@@ -284,31 +272,26 @@ class SearchResult:
     refused: tuple[tuple[Strategy, str], ...]
     num_points: int
     of: Fidelity
-    not_seen: str = ""
 
 
 def search(space: Space, costs: Costs, *, budget: int, seed: int) -> SearchResult:
-    """Returns the best strategies found, also where the time is over before the search has ended.
+    """Returns the best strategies found.
 
     The starts of ``costs`` get every look. budget: number of points that the first look begins with, starts included; a
     space with fewer points is searched whole.
 
-    Raises ValueError where the space has no point, where no point would run, or where nothing was simulated in time.
+    Raises ValueError where the space has no point, or where no point would run.
     """
     rungs, draws = ladder(costs.plans.workload), random.Random(seed)
-    try:
-        alive, words = _first_points(space, costs, budget, draws), "points"
-        for fidelity in rungs:
-            costs.look(alive, fidelity, words)
-            if fidelity == rungs[0]:
-                _climb(space, costs, fidelity, draws)
-            ranking = costs.ranking(fidelity)
-            kept = [one.strategy for one in ranking[: max(_KEPT, len(ranking) // _KEPT_ONE_IN)]]
-            # The baseline comes first, so that a look that is cut short has a baseline.
-            simulated = costs.simulated.get(fidelity, {})
-            alive = [*(one for one in costs.starts if one.fingerprint() in simulated), *kept]
-    except OutOfTimeError:
-        return _result(costs, _longest_look(costs, rungs), costs.stage)
+    alive = _first_points(space, costs, budget, draws)
+    for fidelity in rungs:
+        costs.look(alive, fidelity, "points")
+        if fidelity == rungs[0]:
+            _climb(space, costs, fidelity, draws)
+        ranking = costs.ranking(fidelity)
+        kept = [one.strategy for one in ranking[: max(_KEPT, len(ranking) // _KEPT_ONE_IN)]]
+        simulated = costs.simulated.get(fidelity, {})
+        alive = [*(one for one in costs.starts if one.fingerprint() in simulated), *kept]
     return _result(costs, rungs[-1])
 
 
@@ -338,21 +321,10 @@ def _climb(space: Space, costs: Costs, fidelity: Fidelity, draws: random.Random)
         costs.look(near, fidelity, f"neighbours of {best.name}")
 
 
-def _longest_look(costs: Costs, rungs: tuple[Fidelity, ...]) -> Fidelity:
-    """Returns the longest look at the baseline and another strategy that would run, or the shortest look."""
-    baseline = costs.starts[0].fingerprint()
-    for fidelity in reversed(rungs):
-        others = [one for one in costs.ranking(fidelity) if one.strategy.fingerprint() != baseline]
-        if others and baseline in costs.simulated[fidelity]:
-            return fidelity
-    return rungs[0]
-
-
-def _result(costs: Costs, fidelity: Fidelity, not_seen: str = "") -> SearchResult:
+def _result(costs: Costs, fidelity: Fidelity) -> SearchResult:
     ranking, refused = costs.ranking(fidelity), tuple(costs.refused.values())
     if not ranking:
         reason = next((reason for _, reason in refused), "none is known to the cost model")
-        time = f"the time was over while {not_seen}: give more minutes, or " if not_seen else ""
-        raise ValueError(f"no point of the space would run: {reason}; {time}widen space, or raise memory_gb")
+        raise ValueError(f"no point of the space would run: {reason}; widen space, or raise memory_gb")
     baseline = costs.simulated[fidelity].get(costs.starts[0].fingerprint())
-    return SearchResult(tuple(ranking), baseline, refused, len(costs.looked_at), fidelity, not_seen)
+    return SearchResult(tuple(ranking), baseline, refused, len(costs.looked_at), fidelity)

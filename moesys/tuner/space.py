@@ -51,9 +51,8 @@ class SearchBounds:
 
     budget: points to look at. seeds: number of the experiment's seeds; a few paired seeds tell strategies apart.
     memory_gb: memory of a rank in units of 1e9 bytes; None: as the cluster declares. model_layers: layers of the whole
-    model, whose memory counts; None: those of the workload. seed: of everything that the search draws. minutes: the
-    time limit, after which the best strategy so far is returned; None: no limit. jobs: processes that simulate, which
-    do not change the result; None: one per core, 1: the calling process.
+    model, whose memory counts; None: those of the workload. seed: of everything that the search draws. jobs:
+    processes that simulate, which do not change the result; None: one per core, 1: the calling process.
     """
 
     budget: int = 256
@@ -61,7 +60,6 @@ class SearchBounds:
     memory_gb: float | None = None
     model_layers: int | None = None
     seed: int = 0
-    minutes: float | None = None
     jobs: int | None = None
 
 

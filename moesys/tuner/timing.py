@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from moesys.config import Strategy
 from moesys.tuner.costs import Entry, Session
-from moesys.tuner.tuned_workload import OutOfTimeError
 
 MOST_TRIALS = 30
 # The share of all trials in the first round, and the size of a round relative to the round before it.
@@ -71,8 +70,8 @@ class Rounds:
         self.failed: dict[str, tuple[Strategy, str]] = {}
 
     def run(self, candidates: Sequence[Strategy]) -> TimingResult:
-        """Runs as many trials of ``candidates``, the most promising first, as there is time for: the baseline and one
-        other in any case. After the first round, candidates of the kinds of the best come first.
+        """Runs the trials of ``candidates``, the most promising first. After the first round, candidates of the kinds
+        of the best come first.
 
         Raises ValueError where the baseline itself fails.
         """
@@ -81,18 +80,15 @@ class Rounds:
         distinct = {one.fingerprint(): one for one in candidates if one.fingerprint() != self.baseline.fingerprint()}
         waiting = list(distinct.values())
         entrants, waiting, ranked = waiting[:width], waiting[width:], list[TimedStrategy]()
-        try:
-            while self.num_trials + 1 + len(entrants) <= trials and (entrants or seed == self.first_seed):
-                self._round(seed, entrants)
-                ranked = self._ranking(entrants)
-                width, seed = max(2, math.ceil(width * _NEXT_SHARE)), seed + 1
-                entrants = [timed.strategy for timed in ranked[: max(2, width // 2)]]
-                best = kinds_of(entrants[0] if entrants else self.baseline)
-                waiting.sort(key=lambda one: kinds_of(one) != best)
-                room = max(0, width - len(entrants))
-                entrants, waiting = [*entrants, *waiting[:room]], waiting[room:]
-        except OutOfTimeError:
-            ranked = ranked or self._ranking(candidates)
+        while self.num_trials + 1 + len(entrants) <= trials and (entrants or seed == self.first_seed):
+            self._round(seed, entrants)
+            ranked = self._ranking(entrants)
+            width, seed = max(2, math.ceil(width * _NEXT_SHARE)), seed + 1
+            entrants = [timed.strategy for timed in ranked[: max(2, width // 2)]]
+            best = kinds_of(entrants[0] if entrants else self.baseline)
+            waiting.sort(key=lambda one: kinds_of(one) != best)
+            room = max(0, width - len(entrants))
+            entrants, waiting = [*entrants, *waiting[:room]], waiting[room:]
         ranking = sorted([self._timed(self.baseline), *ranked], key=lambda timed: timed.ratio)
         return TimingResult(tuple(ranking), tuple(self.failed.values()), self.num_trials)
 
@@ -107,8 +103,6 @@ class Rounds:
         fingerprint, of, journal = strategy.fingerprint(), f"seed {seed}", self.session.journal
         entry = journal.find(fingerprint, of)
         if entry is None:
-            if self.baseline.fingerprint() in self.ms and len(self.ms) > 1:
-                self.session.deadline.check()
             try:
                 entry = Entry.about(strategy, "measured", of, self.clock.timer(strategy, seed))
             except TrialFailedError as error:

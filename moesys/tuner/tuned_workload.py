@@ -6,8 +6,6 @@ Planning takes most of the time, so all strategies that plan alike share one pla
 
 from __future__ import annotations
 
-import math
-import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -28,34 +26,6 @@ _FIRST_STEPS, _MORE = 2, 4
 
 # The plans of a step's micro-batches.
 Step = tuple[StepPlan, ...]
-
-
-class OutOfTimeError(Exception):
-    """The time limit is over. Everything that was found until then is in the journal."""
-
-
-class Deadline:
-    """A limit of ``minutes`` from now on; None: no limit."""
-
-    def __init__(self, minutes: float | None = None) -> None:
-        self._until_s = math.inf if minutes is None else time.monotonic() + 60 * minutes
-
-    def part(self, share: float) -> Deadline:
-        """Returns a deadline after this share of the time that is left."""
-        sooner = Deadline()
-        if self._until_s < math.inf:
-            now_s = time.monotonic()
-            sooner._until_s = now_s + share * (self._until_s - now_s)
-        return sooner
-
-    @property
-    def is_over(self) -> bool:
-        return time.monotonic() >= self._until_s
-
-    def check(self) -> None:
-        """Raises OutOfTimeError when it is over."""
-        if self.is_over:
-            raise OutOfTimeError
 
 
 class Workload(Protocol):
@@ -125,10 +95,10 @@ class _Walk:
 
 
 class Plans:
-    """Steps of ``workload`` under any strategy. Planning raises OutOfTimeError when the ``deadline`` is over."""
+    """Steps of ``workload`` under any strategy."""
 
-    def __init__(self, workload: Workload, deadline: Deadline, most_bytes: int = MOST_BYTES) -> None:
-        self.workload, self.deadline, self._most_bytes = workload, deadline, most_bytes
+    def __init__(self, workload: Workload, most_bytes: int = MOST_BYTES) -> None:
+        self.workload, self._most_bytes = workload, most_bytes
         self._walks: OrderedDict[tuple[str, int], _Walk] = OrderedDict()
 
     def steps(self, strategy: Strategy, seed: int, num_steps: int) -> list[Step]:
@@ -138,7 +108,6 @@ class Plans:
         key = (placement.fingerprint(), seed)
         walk = self._walks.pop(key, None) or _Walk(self.workload.walk(placement, seed))
         while len(walk.steps) < num_steps:
-            self.deadline.check()
             # The history does not change a step's time, and would be kept with it.
             step = tuple(replace(micro_batch, previous=None) for micro_batch in next(walk.rest))
             walk.steps.append(step)

@@ -174,3 +174,26 @@ def test_looks_get_longer_until_all_is_seen():
     looks = [str(fidelity) for fidelity in ladder(drawn(CLUSTERS["even"], steps=30))]
     assert looks == [f"{steps} steps of seed 0" for steps in (2, 8, 30)]
     assert str(Fidelity((0, 3), 4)) == "4 steps of seeds 0, 3"
+
+
+def test_a_step_is_simulated_once_however_often_it_is_part_of_a_mean():
+    workload, seen = drawn(CLUSTERS["even"], steps=9), []
+
+    class Counting:
+        def __getattr__(self, name):
+            return getattr(workload, name)
+
+        def step_ms(self, step):
+            seen.append(step[0].strategy.fingerprint())
+            return workload.step_ms(step)
+
+    costs = costs_of(workload)
+    costs.plans.workload = Counting()
+    for fidelity in ladder(workload):
+        cost(costs, EP, fidelity)
+    assert len(seen) == 9
+    assert {seed: len(ms) for seed, ms in costs.steps_ms[EP.fingerprint()].items()} == {0: 9}
+    # Of a journal alone too.
+    again = costs_of(workload, session_of(costs.session.journal))
+    cost(again, EP, ladder(workload)[-1])
+    assert again.steps_ms[EP.fingerprint()] == costs.steps_ms[EP.fingerprint()]

@@ -13,7 +13,6 @@ from moesys.tuner import timing
 from moesys.tuner.costs import TuneJournal
 from moesys.tuner.pick import tune_workload
 from moesys.tuner.timing import MOST_TRIALS, Rounds, TrialFailedError
-from moesys.tuner.tuned_workload import Deadline
 
 POINTS = list(SMALL.points(setting_of(drawn(CLUSTERS["even"], steps=1))))
 
@@ -32,8 +31,8 @@ class Clock:
         return self.ms[strategy.fingerprint()] * self.noise.uniform(1 - self.share, 1 + self.share)
 
 
-def rounds(clock, candidates=POINTS[1:20], journal=None, trials=MOST_TRIALS, deadline=None):
-    found = Rounds(timing.Clock(clock, trials), session_of(journal, deadline), POINTS[0], seed=0, first_seed=5)
+def rounds(clock, candidates=POINTS[1:20], journal=None, trials=MOST_TRIALS):
+    found = Rounds(timing.Clock(clock, trials), session_of(journal), POINTS[0], seed=0, first_seed=5)
     return found.run(candidates)
 
 
@@ -48,25 +47,6 @@ def test_trials_are_never_more_than_asked_for(trials):
     result = rounds(clock, trials=trials)
     assert len(clock.calls) == result.num_trials <= trials
     assert len(set(clock.calls)) == len(clock.calls)
-
-
-@pytest.mark.parametrize("trials_in_time", [0, 1, 5, 12, 17])
-def test_when_the_time_is_over_no_further_trial_begins(trials_in_time):
-    clock = Clock(falling(POINTS))
-
-    class AfterTrials(Deadline):
-        is_over = property(lambda self: len(clock.calls) >= trials_in_time)
-
-    result = rounds(clock, deadline=AfterTrials())
-    timed = {fingerprint for fingerprint, _ in clock.calls}
-    # In any case the baseline and another one, in whatever order a round has them.
-    assert POINTS[0].fingerprint() in timed
-    assert len(timed) > 1
-    assert len(clock.calls) == result.num_trials < 30
-    assert len(result.ranking) > 1
-    assert min(one.ratio for one in result.ranking) == result.ranking[0].ratio < 1
-    if trials_in_time >= 12:
-        assert len(clock.calls) == trials_in_time
 
 
 def test_every_round_has_the_baseline_and_a_seed_of_its_own():

@@ -8,7 +8,7 @@ from moesys import ClusterSpec, Generated, ModelShape, Space, Strategy, WindowMe
 from moesys.lab.runs.tuning import SimulatedWorkload
 from moesys.limits import RankMemory, rank_memory
 from moesys.tuner.costs import Costs, Entry, Helpers, Session, TuneJournal
-from moesys.tuner.tuned_workload import Deadline, Fidelity, Plans, Setting, ladder
+from moesys.tuner.tuned_workload import Fidelity, Plans, Setting, ladder
 
 EP = Strategy(name="ep")
 MODEL = ModelShape(hidden_size=256, intermediate_size=512, num_experts=8, top_k=2, dtype="bfloat16")
@@ -77,10 +77,8 @@ class Observed:
         self.entries.append(entry)
 
 
-def session_of(
-    journal: TuneJournal | None = None, deadline: Deadline | None = None, helpers: Helpers | None = None
-) -> Session:
-    return Session(journal or TuneJournal(None, {}), Observed(), deadline or Deadline(), helpers)
+def session_of(journal: TuneJournal | None = None, helpers: Helpers | None = None) -> Session:
+    return Session(journal or TuneJournal(None, {}), Observed(), helpers)
 
 
 def costs_of(
@@ -90,7 +88,7 @@ def costs_of(
     setting: Setting | None = None,
 ) -> Costs:
     session = session or session_of()
-    return Costs(Plans(workload, session.deadline), setting or setting_of(workload), session, starts)
+    return Costs(Plans(workload), setting or setting_of(workload), session, starts)
 
 
 def cost(costs: Costs, strategy: Strategy, fidelity: Fidelity) -> Entry:

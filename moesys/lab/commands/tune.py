@@ -66,7 +66,6 @@ def tune_command(
     memory_gb: Annotated[float | None, option("GB", "Memory of a rank (default: that of the cluster).", min=0)] = None,
     model_layers: ModelLayers = None,
     seed: Annotated[int, option("N", "Seed of the search.", min=0)] = 0,
-    minutes: Annotated[float | None, option("N", "Stop after this time with the best strategy so far.")] = None,
     threads: Threads = 1,
     jobs: Jobs = None,
     fresh: Annotated[bool, flag("Start again, and keep the old journal beside.", "--fresh")] = False,
@@ -85,7 +84,7 @@ def tune_command(
         assert host is not None
         experiment, offered, layers = host.experiment(cluster, skew)
         declared, model_layers = declared or offered, model_layers or layers
-    bounds = SearchBounds(budget, seeds, memory_gb, model_layers, seed, minutes, jobs)
+    bounds = SearchBounds(budget, seeds, memory_gb, model_layers, seed, jobs)
     console = Console(file=sys.stderr if output.as_json else sys.stdout, quiet=output.quiet)
     with closing(TuneProgress(console)) as progress:
         told = progress if writes() else None
@@ -165,11 +164,6 @@ def _simulated(tuned: TunePick, name: str) -> Sheet:
         f"{tuned.search.num_points:,} of {tuned.space.num_combinations:,} combinations were looked at in the cost "
         f"model; speed-up is over {tuned.baseline.name}."
     ]
-    if tuned.search.not_seen:
-        notes.append(
-            f"Stopped when the time was over, while {tuned.search.not_seen}: costs are of {tuned.search.of}, and what "
-            "comes later was not looked at. The same command goes on from here."
-        )
     baseline_reasons = [reason for strategy, reason in tuned.search.refused if strategy == tuned.baseline]
     notes += [f"The baseline would not run: {reason}." for reason in baseline_reasons]
     if tuned.search.refused:

@@ -37,7 +37,7 @@ from moesys.tuner.costs import Entry, Observer, Session, TuneJournal
 from moesys.tuner.pick import TunePick, tune_workload
 from moesys.tuner.space import SearchBounds, Space
 from moesys.tuner.timing import MOST_TRIALS, Clock, TrialFailedError
-from moesys.tuner.tuned_workload import Deadline, OutOfTimeError, Setting, Step
+from moesys.tuner.tuned_workload import Setting, Step
 
 JOURNAL, STRATEGY, EXPERIMENT, ROUTING = "journal.jsonl", "tuned.toml", "experiment.toml", "routing.npz"
 # The share of the micro-batches of a training's own routing that planners see and that are not timed.
@@ -109,9 +109,9 @@ def tune(
     to search in the cost model; by default ``SearchBounds()``. timed: trials on real ranks, at most 30; by default 30
     of a training, whose times are measured, and none of other workloads, which only the cost model runs.
 
-    The same call in the same folder goes on where it was stopped, by a kill or by ``bounds.minutes``; ``fresh`` begins
-    anew. Under torchrun every rank calls this and gets the same result. A script that calls this needs
-    ``if __name__ == "__main__":`` around the call: ranks and workers are processes that import it.
+    The same call in the same folder goes on where it was stopped; ``fresh`` begins anew. Under torchrun every rank
+    calls this and gets the same result. A script that calls this needs ``if __name__ == "__main__":`` around the call:
+    ranks and workers are processes that import it.
 
     Raises ValueError for what cannot be tuned or resumed.
     """
@@ -125,9 +125,6 @@ def tune(
         if not place.writes:
             return _follow(place, experiment)
         try:
-            # Compiling, once per installation, takes none of the minutes of the search.
-            warm_up()
-            deadline = Deadline(bounds.minutes)
             with ExitStack() as opened:
                 folder = opened.enter_context(closing(_Folder(experiment, Path(out), fresh, threads, bounds.seeds)))
                 ranks = _Ranks(place, experiment)
@@ -136,7 +133,7 @@ def tune(
                 tuned = tune_workload(
                     workload,
                     experiment.strategies,
-                    Session(folder.journal, told or Silence(), deadline, helpers),
+                    Session(folder.journal, told or Silence(), helpers),
                     space=space,
                     bounds=bounds,
                     mega_kernels=not trains,
@@ -148,10 +145,6 @@ def tune(
             raise RunInterruption(
                 "stopped: what was found out is in the journal; the same command goes on from there"
             ) from None
-        except OutOfTimeError:
-            error = ValueError(f"minutes={bounds.minutes} were over before anything was simulated; give more")
-            place.share((None, error))
-            raise error from None
         except Exception as error:
             place.share((None, error))
             raise
@@ -171,8 +164,6 @@ def _check(experiment: Experiment, timed: int, bounds: SearchBounds) -> None:
     workload, memory_gb = experiment.workload, bounds.memory_gb
     if bounds.budget < 1 or bounds.seeds < 1:
         raise ValueError(f"budget={bounds.budget} and seeds={bounds.seeds}; both are 1 or more")
-    if bounds.minutes is not None and not bounds.minutes > 0:
-        raise ValueError(f"minutes={bounds.minutes} leaves no time; use more, or none for as long as it takes")
     if memory_gb is not None and not memory_gb > 0:
         raise ValueError(f"memory_gb={memory_gb} holds nothing; declare what a GPU has, or leave it out for enough")
     if timed and not isinstance(workload, RealTraining):

@@ -8,9 +8,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from lab_cases import moesys
@@ -18,12 +16,12 @@ from runner_cases import EP, FSEP, simulation, training
 
 from moesys import ClusterSpec, Ep, Experiment, Fsep, Generated, Replay, SearchBounds, Space, Strategy, tune
 from moesys.lab.commands.tune import tune_sheets
-from moesys.lab.runs import environment, tuning
+from moesys.lab.ranks.process_start import RunInterruption
+from moesys.lab.runs import environment
 from moesys.lab.runs.declarations import load_experiment
 from moesys.lab.runs.trials import run_simulated
-from moesys.lab.runs.tuning import decision
+from moesys.lab.runs.tuning import Silence, decision
 from moesys.traces import generate, save_trace
-from moesys.tuner import tuned_workload
 from moesys.tuner.pick import Choice
 from moesys.tuner.timing import TimedStrategy, TimingResult
 
@@ -278,21 +276,22 @@ def test_a_strategy_that_is_called_tuned_keeps_its_name(tmp_path):
     assert Strategy.from_toml((result.path / "tuned.toml").read_text()) == result.tuned.strategy
 
 
-def test_a_limit_of_minutes_holds_and_the_same_call_goes_on(searched, tmp_path, monkeypatch):
-    seconds = count()
-    # A second passes from question to question.
-    monkeypatch.setattr(tuned_workload, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
-    stopped = tune(simulation(), SPACE, SearchBounds(6, minutes=1), out=tmp_path)
-    assert stopped.tuned.search.not_seen
-    assert "Stopped when the time was over" in (stopped.path / "tuned.toml").read_text()
-    # Compiling loops takes longer here.
-    compiled = []
-    monkeypatch.setattr(tuning, "warm_up", lambda: compiled.extend(next(seconds) for _ in range(100)))
-    again = tune(simulation(), SPACE, SearchBounds(6, minutes=1), out=tmp_path / "compiled")
-    assert (len(compiled), again.tuned.search.num_points) == (100, stopped.tuned.search.num_points)
-    found = tune(simulation(), SPACE, SearchBounds(6), out=tmp_path)
-    assert "Stopped when the time was over" not in (found.path / "tuned.toml").read_text()
-    assert (found.tuned.strategy, found.tuned.speedup) == (searched.tuned.strategy, searched.tuned.speedup)
+def test_ctrl_c_keeps_what_was_found_and_the_same_call_goes_on(searched, tmp_path):
+    class Stopping(Silence):
+        points = 0
+
+        def point(self, entry):
+            self.points += 1
+            if self.points == 3:
+                raise KeyboardInterrupt
+
+    with pytest.raises(RunInterruption, match="what was found out is in the journal"):
+        tune(simulation(), SPACE, SearchBounds(6), out=tmp_path, told=Stopping())
+    whole = journal_of(searched.path.parent)
+    assert journal_of(tmp_path) == whole[:3]
+    assert tune(simulation(), SPACE, SearchBounds(6), out=tmp_path).tuned == searched.tuned
+    # Nothing was found out twice.
+    assert journal_of(tmp_path) == whole
 
 
 @pytest.mark.parametrize(

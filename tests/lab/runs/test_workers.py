@@ -215,16 +215,6 @@ def test_a_worker_that_dies_of_a_point_names_it(tmp_path):
     assert tune(simulation(strategies=(EP,)), SPACE, SearchBounds(4, jobs=1), out=tmp_path).tuned.search.ranking
 
 
-def test_a_limit_of_minutes_ends_what_workers_do(tmp_path):
-    bounds = SearchBounds(4, jobs=2, minutes=0.03)
-    tune(simulation(strategies=(EP,)), SPACE, replace(bounds, minutes=None), out=tmp_path)
-    # Planned in each micro-batch and layer, the first look at it alone would take ten minutes.
-    slow = WAITING.replace(balance=Waiting(seconds=100.0))
-    tuned = tune(simulation(strategies=(EP, slow)), SPACE, bounds, out=tmp_path).tuned
-    assert tuned.search.not_seen
-    assert tuned.search.baseline is not None
-
-
 # Trials of workers are those of one process always, above.
 @pytest.mark.slow
 def test_workers_score_a_leaderboard_as_one_process_does(tmp_path):
