@@ -104,7 +104,7 @@ def test_run_prints_a_line_a_trial_and_the_table_and_then_has_nothing_to_do():
         "All runs: runs/index.html",
     ]
     assert (folder / "table.txt").read_text().splitlines() == lines[6:-4]
-    for form in ("table", "markdown", "csv"):
+    for form in ("table", "markdown"):
         shown = moesys("compare", str(folder), "--metric", "inter_node_share", "--metric", "step_ms", "--format", form)
         # Markdown has a backslash before each underscore.
         text = shown.stdout.replace("\\_", "_")

@@ -249,7 +249,7 @@ def run_folder(folder: Path) -> Attempt:
                 assert same(read.model_dump(mode="json"), json_said(wrong.read_bytes()))
                 assert Experiment.model_validate_json(read.to_json(), context={"recorded": True}) == read
         with refused(wrong.name, "seed", "strateg", "compar"):
-            printed_by(compare_command, [wrong.parent], draw.choice(("table", "csv", "json", "markdown")), None)
+            printed_by(compare_command, [wrong.parent], draw.choice(("table", "json", "markdown")), None)
 
     return attempt
 

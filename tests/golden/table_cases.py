@@ -17,7 +17,7 @@ import moesys as ms
 from moesys.__main__ import app
 
 RECORDED = Path(__file__).with_name("measured.jsonl")
-FORMATS = ("table", "markdown", "csv", "json")
+FORMATS = ("table", "markdown", "json")
 # more than 12 digits
 LONG_FRACTION = re.compile(r"(?=[\d.]{14})\d+\.\d+(?:e[-+]?\d+)?")
 

@@ -31,7 +31,7 @@ from moesys.lab.runs.environment import Environment, differences, load_environme
 from moesys.lab.runs.records import RunFolder, other_kind, setting_fingerprint
 from moesys.lab.runs.runner import RunResult
 from moesys.lab.runs.watched_run import read_watched_run
-from moesys.lab.show.comparisons import comparison_sheet, format_comparison, watched_sheet
+from moesys.lab.show.comparisons import comparison_json, comparison_markdown, comparison_sheet, watched_sheet
 from moesys.lab.show.sheets import CommandOutput, Report, print_sheet, publish
 from moesys.step_lines import step_files
 
@@ -80,7 +80,7 @@ def compare_command(
         if name not in known:
             choices = f"{', '.join(known) or 'none'}{did_you_mean(name, known)}"
             raise ValueError(f"--metric={name} is not recorded; choose one of {choices}")
-    if len(groups) > 1 and form in ("csv", "json"):
+    if len(groups) > 1 and form == "json":
         raise ValueError(
             f"--format={form} holds one comparison, and these folders make {len(groups)}; give them one at a time"
         )
@@ -144,10 +144,11 @@ def _machine(environments: Sequence[Environment]) -> str:
 
 
 def _print(comparison: Comparison, form: OutputFormat, machine: str, wide: bool, metrics: Sequence[str] = ()) -> None:
+    sheet = comparison_sheet(comparison, machine, metrics)
     if form == "table":
-        print_sheet(comparison_sheet(comparison, machine, metrics), wide=wide)
+        print_sheet(sheet, wide=wide)
     else:
-        print(format_comparison(comparison, form, machine, metrics), end="")
+        print(comparison_markdown(sheet) if form == "markdown" else comparison_json(comparison, machine), end="")
 
 
 def _watched(folder: Path) -> dict[str, Path]:

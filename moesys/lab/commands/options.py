@@ -214,8 +214,8 @@ ModelLayers = Annotated[int | None, option("N", MODEL_LAYERS_HELP, min=1)]
 Jobs = Annotated[int | None, option("N", "Worker processes for simulation (default: one per core).", min=1)]
 CLUSTER_HELP = "Nodes x ranks per node, as 4x8; a preset and its nodes, as h100:4; or a ClusterSpec in a file."
 Threads = Annotated[int, option("N", "Threads per rank.", min=1)]
-OutputFormat = Literal["table", "markdown", "csv", "json"]
-FormatOption = Annotated[OutputFormat, option("FORMAT", "table, markdown, csv or json.", "--format")]
+OutputFormat = Literal["table", "markdown", "json"]
+FormatOption = Annotated[OutputFormat, option("FORMAT", "table, markdown or json.", "--format")]
 
 
 def chosen_format(form: OutputFormat, as_json: bool) -> OutputFormat:

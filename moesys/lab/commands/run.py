@@ -70,7 +70,7 @@ def run_command(
     code = 0
     where = jobs if slurm is None else _slurm(slurm, jobs)
     experiments = load_experiments(file, settings or ())
-    if len(experiments) > 1 and form in ("csv", "json"):
+    if len(experiments) > 1 and form == "json":
         raise ValueError(
             f"--format={form} holds one comparison, and {file} has {len(experiments)} experiments; "
             "leave it out here, and give their run folders to moesys compare one at a time"

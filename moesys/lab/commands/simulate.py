@@ -40,7 +40,7 @@ from moesys.lab.runs.trials import SimulatedStep, has_seeds, simulated_cluster, 
 from moesys.lab.show.comparisons import ratio_words, unclear_rows
 from moesys.lab.show.figures import TimelinePanel, draw_timelines, save, shown_ranks, style, write_chrome_trace
 from moesys.lab.show.progress import status_line
-from moesys.lab.show.sheets import AS_TABLES, Column, ColumnNote, CommandOutput, Report, Sheet, figure, publish
+from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, figure, publish
 from moesys.simulator.simulation import Simulation, by_place, exposed_ms
 
 MOST_TRACED_RANKS = 64
@@ -52,18 +52,9 @@ _model_option = partial(option, rich_help_panel=_MODEL_PANEL)
 DECLARED = ("parallel", "tokens", "micro_batch", "global_batch", "fp8", "optimizer")
 TOKENS, EXPERTS = ("counts", "dispatch", "combine"), ("restore", "reshard")
 LEGEND = (
-    ColumnNote(
-        "Means over ranks, but for the step. exposed = tokens + restore + waiting: a rank computes nothing meanwhile.",
-        "exposed_ms",
-    ),
-    ColumnNote(
-        "tokens: until rows have come; restore: until experts have, or gradients; waiting: for slower ranks.",
-        "tokens_ms",
-    ),
-    ColumnNote(
-        "critical path: what the step waited for, from its start to its end, as shares of it; most first.",
-        "critical_path",
-    ),
+    "Means over ranks, but for the step. exposed = tokens + restore + waiting: a rank computes nothing meanwhile.",
+    "tokens: until rows have come; restore: until experts have, or gradients; waiting: for slower ranks.",
+    "critical path: what the step waited for, from its start to its end, as shares of it; most first.",
 )
 
 
@@ -314,7 +305,7 @@ def step_sheet(title: str, of_strategies: Sequence[StepDraws], draws: str) -> Sh
         for of in of_strategies
     ]
     against = [f"{of.name} would not run: {reason}." for of in of_strategies for reason in of.would_not_run]
-    notes: list[str] = [*LEGEND]
+    notes = [*LEGEND]
     if any(len(of.paths) > 1 for of in of_strategies):
         notes.append(
             f"Draws: {draws}. step ms: their median [p10, p90]; speed-up: paired, draw by draw, with its 95 % interval "

@@ -1,16 +1,13 @@
-"""Tables of comparisons, for terminals and as Markdown, CSV and JSON: what is measured, what is simulated, and
-what is significant.
+"""Tables of comparisons, for terminals and as Markdown and JSON: what is measured, what is simulated, and what
+is significant.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain
 from statistics import median
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 import pydantic_core
@@ -24,7 +21,6 @@ from moesys.lab.runs.statistics import MIN_SEEDS, PairedRatio
 from moesys.lab.runs.watched_run import WatchedRun
 from moesys.lab.show.sheets import Column, Sheet, escaped, figure, markdown_table
 
-Format = Literal["markdown", "csv", "json"]
 COMPARISON_SCHEMA = 1
 # Ranks that have a core each keep it busy; above this many processes per core, others take a part of it.
 BUSY = 1.5
@@ -80,17 +76,10 @@ def _compared(row: Row, metrics: Sequence[str] = (), **texts: str) -> ComparedSt
     return ComparedStrategy(strategy=row.name, final_loss=row.final_loss, asked=asked, **values)
 
 
-def format_comparison(comparison: Comparison, form: Format, machine: str = "", metrics: Sequence[str] = ()) -> str:
-    """Returns the whole text, with a newline at the end; ``machine`` and ``metrics`` as in ``comparison_sheet``."""
-    sheet = comparison_sheet(comparison, machine, metrics)
-    match form:
-        case "markdown":
-            notes = [f"- {escaped(note)}" for note in sheet.notes]
-            return "\n".join([f"### {escaped(sheet.title)}", "", markdown_table(sheet), "", *notes]) + "\n"
-        case "csv":
-            return _csv(comparison, sheet.rows)
-        case "json":
-            return _json(comparison, machine)
+def comparison_markdown(sheet: Sheet) -> str:
+    """Returns the table and its legend, with a newline at the end."""
+    notes = [f"- {escaped(note)}" for note in sheet.notes]
+    return "\n".join([f"### {escaped(sheet.title)}", "", markdown_table(sheet), "", *notes]) + "\n"
 
 
 # --- cells and legend -------------------------------------------------------------------------------------------------
@@ -271,21 +260,7 @@ def _watched_row(name: str, runs: Mapping[int, WatchedRun], num_steps: int, bloc
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
-def _csv(comparison: Comparison, shown: Sequence[ComparedStrategy]) -> str:
-    """Returns unrounded numbers: the columns of the table, and the fields of each speed-up."""
-    ratios = [{"verdict": of.verdict, **asdict(of)} if (of := row.speedup) else {} for row in comparison.rows]
-    rows = [
-        {**asdict(row), "source": comparison.source, **row.asked, **of} for row, of in zip(shown, ratios, strict=True)
-    ]
-    text = io.StringIO()
-    names = [name for name in dict.fromkeys(chain(*rows)) if name != "asked"]
-    writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
-
-
-def _json(comparison: Comparison, machine: str) -> str:
+def comparison_json(comparison: Comparison, machine: str = "") -> str:
     """Returns everything: the experiment with all defaults, and the statistics, samples and losses of each row.
 
     A number that JSON cannot hold is the string "NaN", "Infinity" or "-Infinity".

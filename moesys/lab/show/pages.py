@@ -25,7 +25,7 @@ from matplotlib.transforms import Affine2D
 from moesys.display import counted, html_table, listed, printable
 from moesys.lab.runs.watched_run import NEWEST_STEPS, FloatArray, WatchedRun
 from moesys.lab.show.figures import COUNTS, OKABE_ITO, STYLE, TimelinePanel, draw_timelines, placed_rows, short, style
-from moesys.lab.show.sheets import Sheet, notes_of, rows_of, written_columns
+from moesys.lab.show.sheets import Sheet, rows_of, written_columns
 from moesys.load import IntArray
 from moesys.timeline import Timeline
 
@@ -86,7 +86,7 @@ def sheet_section(sheet: Sheet) -> str:
     marks = [' class="left"' * (column.align == "left") for column in columns]
     styles = dict.fromkeys(sheet.unclear, "unclear") | dict.fromkeys(sheet.best, "best")
     drawn = html_table([column.header for column in columns], rows_of(columns), marks, styles=styles)
-    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in notes_of(sheet, columns))
+    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in sheet.notes)
     return section(sheet.title, drawn + notes)
 
 

@@ -71,17 +71,6 @@ class Column:
         return self.form(scaled) if callable(self.form) else format(scaled, self.form)
 
 
-class ColumnNote(str):
-    """A note about one column, by the name of its field: a table without the column is shown without the note."""
-
-    column: str
-
-    def __new__(cls, text: str, column: str) -> ColumnNote:
-        note = super().__new__(cls, text)
-        note.column = column
-        return note
-
-
 @dataclass(frozen=True)
 class Sheet:
     """A table: ``rows`` are dataclasses of one class.
@@ -187,12 +176,6 @@ def written_columns(sheet: Sheet) -> list[WrittenColumn]:
     if written:
         written[0] = replace(written[0], kept=True)
     return written
-
-
-def notes_of(sheet: Sheet, columns: Sequence[WrittenColumn]) -> list[str]:
-    """Returns the notes of a table that shows these columns."""
-    shown = {column.field for column in columns}
-    return [note for note in sheet.notes if not isinstance(note, ColumnNote) or note.column in shown]
 
 
 def _declared(annotation: Any) -> list[Column]:
@@ -370,7 +353,7 @@ def print_sheet(sheet: Sheet, file: TextIO | None = None, *, wide: bool = False)
     table = WholeTable(sheet)
     window, console = _consoles(table, file, wide)
     console.print(table, crop=False)
-    _print_notes(window, notes_of(sheet, table.shown(console.width)))
+    _print_notes(window, sheet.notes)
 
 
 # --- reports ----------------------------------------------------------------------------------------------------------
@@ -452,8 +435,7 @@ def to_markdown(report: Report) -> str:
     """Returns a page of ``docs/measured``."""
     parts = [f"# {report.title}, {date.today().isoformat()}", *report.introduction]
     for sheet in filled(report):
-        notes = notes_of(sheet, written_columns(sheet))
-        parts += [f"## {sheet.title}", markdown_table(sheet), _listed(notes)]
+        parts += [f"## {sheet.title}", markdown_table(sheet), _listed(sheet.notes)]
     return "\n\n".join(part for part in (*parts, _listed(report.notes)) if part) + "\n"
 
 
