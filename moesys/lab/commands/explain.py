@@ -211,8 +211,6 @@ def _explain_layer(layer: int, step: StepPlan, walk: Sequence[ReplayBatch], simu
     source, _, destination, count = tokens.entries.T
     on_rank = int(count[source == destination].sum())
     between_nodes = tokens.inter_node_tokens(cluster.domain_of_rank)
-    busiest = int(tokens.tokens_R.argmax())
-    busiest_E = tokens.computed_RE[busiest]
     critical_ms, mean_ms = _spent_ms(simulated, [layer])
     least = min_max_load(load, layout) * load.num_ranks / load.total if load.total else 1.0
     return LayerExplanation(
@@ -229,10 +227,7 @@ def _explain_layer(layer: int, step: StepPlan, walk: Sequence[ReplayBatch], simu
         on_rank=on_rank,
         within_node=load.total - on_rank - between_nodes,
         between_nodes=between_nodes,
-        busiest_rank=busiest,
-        busiest_tokens={
-            expert: int(busiest_E[expert]) for expert in np.argsort(-busiest_E, kind="stable").tolist()[:8]
-        },
+        busiest_rank=int(tokens.tokens_R.argmax()),
         traffic=_traffic(plan, step),
         critical_ms=critical_ms,
         mean_ms=mean_ms,
@@ -327,7 +322,7 @@ class LayerExplanation:
 
     tokens_E: tokens of each expert. experts_R: the experts in each rank's slots; late_experts_R: those in late slots.
     change: None if the layout is still the first one. num_kept: the number of plans after it that moved nothing.
-    tokens_R: tokens that each rank computes. busiest_rank: the rank with most; busiest_tokens: by its heaviest experts.
+    tokens_R: tokens that each rank computes. busiest_rank: the rank with most.
     max_over_mean: over ranks; under ``EvenSplit``; and the least that any split over this layout reaches.
     on_rank, within_node, between_nodes: tokens whose expert is on their own rank, on another of its node, elsewhere.
     mean_ms, critical_ms: the layer's part of those of ``StepExplanation``.
@@ -347,7 +342,6 @@ class LayerExplanation:
     within_node: int
     between_nodes: int
     busiest_rank: Annotated[int, Column("busiest rank")]
-    busiest_tokens: dict[int, int]
     traffic: list[Traffic]
     critical_ms: dict[str, float]
     mean_ms: dict[str, float]
@@ -379,15 +373,6 @@ class LayerExplanation:
     @property
     def num_tokens(self) -> int:
         return sum(self.tokens_E)
-
-    def hottest(self, count: int) -> list[int]:
-        """Returns the experts with most tokens, the lower of equals first."""
-        return sorted(range(len(self.tokens_E)), key=lambda expert: (-self.tokens_E[expert], expert))[:count]
-
-    @property
-    def starved(self) -> list[int]:
-        """Returns the experts without tokens."""
-        return [expert for expert, tokens in enumerate(self.tokens_E) if not tokens]
 
 
 @dataclass(frozen=True)
@@ -516,24 +501,16 @@ def _layer_branch(tree: Tree, layer: LayerExplanation, strategy: Strategy, criti
     branch = add_head(tree, f"layer {layer.layer}")
     _load_branch(branch, layer)
     _layout_branch(branch, layer, strategy)
-    _split_branch(branch, layer)
     add_head(branch, "bytes of one all-to-all").add(_table(layer.traffic))
     times = add_head(branch, "the layer's share of the step")
     times.add(_ms_table(critical_rank, layer.critical_ms, layer.mean_ms))
 
 
 def _load_branch(branch: Tree, layer: LayerExplanation) -> None:
-    load = add_head(
-        branch, f"load: {layer.num_tokens:,} tokens routed, experts max/mean {layer.expert_max_over_mean:.2f}"
-    )
     mean = layer.num_tokens / len(layer.tokens_E)
-    hottest = [
-        f"expert {expert} {layer.tokens_E[expert]:,} ({layer.tokens_E[expert] / mean:.2f} × the mean)"
-        for expert in layer.hottest(3)
-        if layer.tokens_E[expert]
-    ]
-    add_line(load, "hottest", ", ".join(hottest) or "none, for there are no tokens")
-    add_line(load, "without tokens", listed("expert", layer.starved))
+    hottest = sorted(enumerate(layer.tokens_E), key=lambda of: -of[1])[:3]
+    words = [f"expert {expert} {tokens:,} ({tokens / mean:.2f} × the mean)" for expert, tokens in hottest if tokens]
+    add_line(branch, f"load of {layer.num_tokens:,} tokens", ", ".join(words) or "none")
 
 
 def _layout_branch(branch: Tree, layer: LayerExplanation, strategy: Strategy) -> None:
@@ -574,23 +551,6 @@ def _moved_words(moved: ExpertChange) -> str:
     ranks = [f"new on {listed('rank', moved.gained_ranks)}"] if moved.gained_ranks else []
     ranks += [f"gone from {listed('rank', moved.lost_ranks)}"] if moved.lost_ranks else []
     return f"{replicas}, it has {moved.load_over_mean:.2f} × the mean load; {', '.join(ranks)}"
-
-
-def _split_branch(branch: Tree, layer: LayerExplanation) -> None:
-    split = add_head(
-        branch,
-        f"split: ranks max/mean {layer.max_over_mean:.3f}, by an even split {layer.even_max_over_mean:.3f}, "
-        f"least over this layout {layer.least_max_over_mean:.3f}",
-    )
-    for name, tokens in (
-        ("stay on their rank", layer.on_rank),
-        ("leave the rank, not the node", layer.within_node),
-        ("leave the node", layer.between_nodes),
-    ):
-        add_line(split, name, f"{tokens:,} tokens ({100 * tokens / max(1, layer.num_tokens):.1f} %)")
-    rank = layer.busiest_rank
-    experts = ", ".join(f"expert {expert} {tokens:,}" for expert, tokens in layer.busiest_tokens.items() if tokens)
-    add_line(split, "busiest", f"rank {rank} with {layer.tokens_R[rank]:,} tokens: {experts or 'none'}")
 
 
 # --- branches and tables ---
