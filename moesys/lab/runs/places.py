@@ -80,10 +80,6 @@ class TrialObserver:
     def start(self, trial: Trial) -> None:
         """Records that this trial runs now, or is the next one whose result is returned."""
 
-    def tick_of(self, trial: Trial) -> Callable[[], None]:
-        """Returns the function that the trial calls after each of its steps, in any process, to count them."""
-        return no_tick
-
 
 @dataclass(frozen=True)
 class PendingTrial:
@@ -122,7 +118,7 @@ class Place:
             raise ValueError(refusal)
         return made
 
-    def run(self, trial: Trial, experiment: Experiment, tick: Callable[[], None]) -> Measurement | None:
+    def run(self, trial: Trial, experiment: Experiment) -> Measurement | None:
         """Returns the measurement on the process that writes, None on the others. Raises TrialError on all."""
         raise NotImplementedError
 
@@ -132,7 +128,7 @@ class Place:
         """Yields the results in the order of ``trials``, whichever ends first."""
         for trial in trials:
             observer.start(trial)
-            yield result_of(trial, partial(self.run, trial, experiment, observer.tick_of(trial)))
+            yield result_of(trial, partial(self.run, trial, experiment))
 
     def finished(self) -> Iterator[TrialResult]:
         """Yields the results that an interrupted ``run_all`` has not yielded, without waiting for other trials."""
@@ -188,10 +184,6 @@ def result_of(trial: Trial, run: Callable[[], Measurement | None]) -> TrialResul
     return TrialResult(trial, measurement, started, time.monotonic() - started_s)
 
 
-def no_tick() -> None:
-    """Ignores the end of a step."""
-
-
 # --- ranks --------------------------------------------------------------------------------------------------------
 
 
@@ -239,11 +231,11 @@ class RankTrials(Place):
         self._prepare(dict.fromkeys(trial.strategy for trial in trials))
         yield from super().run_all(trials, experiment, observer)
 
-    def run(self, trial: Trial, experiment: Experiment, tick: Callable[[], None]) -> Measurement | None:
+    def run(self, trial: Trial, experiment: Experiment) -> Measurement | None:
         workload = experiment.workload
         assert isinstance(workload, RealTraining)
         arguments = (trial.strategy, experiment.model, experiment.cluster, workload, trial.seed)
-        return self.call((trial.strategy,), run_measured, *arguments, tick)
+        return self.call((trial.strategy,), run_measured, *arguments)
 
     def call(self, strategies: Iterable[Strategy], function: Callable[..., T], *arguments: Any) -> T:
         """Calls a module-level function, which trains under ``strategies``, on every rank.
@@ -360,12 +352,10 @@ class SimulatedTrials(Place):
         if self._jobs > 1:
             self._workers = simulating_workers(self._jobs, partial(_warm_up, {trial.strategy for trial in trials}))
         for position, trial in enumerate(trials):
-            tick = observer.tick_of(trial)
-            if self._workers and position + 1 < len(trials):
-                tick = partial(_interrupting, tick, self._workers)
             observer.start(trial)
+            workers = self._workers if position + 1 < len(trials) else None
             try:
-                yield result_of(trial, partial(simulated, trial, experiment, tick))
+                yield result_of(trial, partial(simulated, trial, experiment, workers))
             except _TakesLongError:
                 assert self._workers is not None
                 yield from self._run_on(self._workers, trials[position:], experiment, observer)
@@ -379,17 +369,9 @@ class SimulatedTrials(Place):
         self, workers: Workers, trials: Sequence[Trial], experiment: Experiment, observer: TrialObserver
     ) -> Iterator[TrialResult]:
         for trial in trials:
-            work = partial(simulated, trial, experiment, observer.tick_of(trial))
-            answer = workers.submit(result_of, trial, work)
+            answer = workers.submit(result_of, trial, partial(simulated, trial, experiment))
             self._pending.append(PendingTrial(trial, answer.done, partial(_answered, trial, answer)))
         yield from self._in_order(observer)
-
-
-def _interrupting(tick: Callable[[], None], workers: Workers) -> None:
-    """Reports a step of a trial; raises _TakesLongError as soon as workers are due."""
-    tick()
-    if workers.are_due:
-        raise _TakesLongError
 
 
 def simulating_workers(jobs: int, prepare: Callable[[], object]) -> Workers:
@@ -399,8 +381,13 @@ def simulating_workers(jobs: int, prepare: Callable[[], object]) -> Workers:
     return Workers(jobs, prepare, (__name__, "moesys.balance.replay", "moesys.simulator.step_program"))
 
 
-def simulated(trial: Trial, experiment: Experiment, tick: Callable[[], None]) -> Measurement:
-    """Raises TrialError."""
+def simulated(trial: Trial, experiment: Experiment, workers: Workers | None = None) -> Measurement:
+    """Raises TrialError, and _TakesLongError as soon as ``workers`` are due."""
+
+    def tick() -> None:
+        if workers is not None and workers.are_due:
+            raise _TakesLongError
+
     assert not isinstance(experiment.workload, RealTraining)
     try:
         return run_simulated(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from html import escape
@@ -30,42 +29,13 @@ if TYPE_CHECKING:
 
     from moesys.lab.runs.comparison import Comparison
 
-_STEPS = ".steps"
-
-
-@dataclass(frozen=True)
-class StepCounter:
-    """Counts the steps of a trial as the bytes of a file: any process may ``tick``, any other ``count``."""
-
-    path: Path
-
-    def tick(self) -> None:
-        with self.path.open("ab") as file:
-            file.write(b".")
-
-    def count(self) -> int:
-        with suppress(OSError):
-            return self.path.stat().st_size
-        return 0
-
-    def clear(self) -> None:
-        self.path.unlink(missing_ok=True)
-
-
-def _display_only(write: Callable[[], None]) -> None:
-    """Warns of a disk that is full or gone, which must not end a trial whose steps are counted for the display."""
-    try:
-        write()
-    except OSError as error:
-        warnings.warn(f"the steps of a trial are not counted, which only its progress needs: {error}", stacklevel=2)
-
 
 class QuietProgress:
     """Hears of the progress of a run and shows nothing; subclasses show it. ``end`` is called after errors too."""
 
     def begin(self, experiment: Experiment, recorded: Sequence[Record], num_left: int) -> None: ...
 
-    def start(self, trial: Trial, steps: StepCounter) -> None: ...
+    def start(self, trial: Trial) -> None: ...
 
     def finish(self, record: Record) -> None: ...
 
@@ -171,13 +141,12 @@ def run(
         # A trace that is missing or does not fit is one error, not one a trial.
         for seed in experiment.seeds:
             routing[seed] = routing_of(experiment.workload, experiment.model, experiment.cluster, seed).digest
-    # Ranks and workers count steps until they are gone, so the recorder is closed behind them.
-    with sigterm_as_ctrl_c(), ExitStack() as recording, ExitStack() as opened:
+    with sigterm_as_ctrl_c(), ExitStack() as opened:
         make = partial(SlurmTrials, jobs) if isinstance(jobs, Slurm) else partial(place_for, jobs=jobs)
         place = opened.enter_context(closing(make(experiment, threads)))
         recorder = place.on_writer(lambda: _Recorder(experiment, RunFolder.open(experiment, out, fresh=fresh), routing))
         if recorder:
-            recording.enter_context(closing(recorder))
+            opened.enter_context(closing(recorder))
         left = place.share(recorder.left(retry_failed) if recorder else None)
         num_run, stopped = 0, False
         try:
@@ -223,12 +192,7 @@ class _Recorder(TrialObserver):
             raise
 
     def close(self) -> None:
-        self._clear_steps()
         self._folder.close()
-
-    def _clear_steps(self) -> None:
-        for file in self.folder.glob(f"{_STEPS}*"):
-            _display_only(StepCounter(file).clear)
 
     @property
     def folder(self) -> Path:
@@ -249,19 +213,13 @@ class _Recorder(TrialObserver):
         return tuple(trial for trial in self.trials if trial.identity in again or trial.identity not in self._recorded)
 
     def begin(self, left: Sequence[Trial], threads: int) -> None:
-        self._clear_steps()
         anew = {trial.identity for trial in left}
         self.progress.begin(self.experiment, [r for r in self.records() if r.identity not in anew], len(left))
         # This imports torch, so it comes after the progress has begun.
         self._here = collect_environment(threads)
 
     def start(self, trial: Trial) -> None:
-        self.progress.start(trial, self._steps_of(trial))
-
-    def tick_of(self, trial: Trial) -> Callable[[], None]:
-        steps = self._steps_of(trial)
-        _display_only(steps.clear)
-        return partial(_display_only, steps.tick)
+        self.progress.start(trial)
 
     def finish(self, result: TrialResult) -> None:
         """Records a trial; its routing first, so that a recorded trial has it."""
@@ -288,15 +246,11 @@ class _Recorder(TrialObserver):
                 save_trace(measurement.routing, trace_path(self.folder, trial))
         self._folder.append(record)
         self._recorded[record.identity] = record
-        _display_only(self._steps_of(trial).clear)
         self.progress.finish(record)
         if self.log and record.status == "ok":
             numbers = {name: median(of.values) for name, of in record.samples.items() if of.values}
             numbers |= {"loss": record.losses[-1]} if record.losses else {}
             self.log({f"{record.strategy}/{name}": value for name, value in numbers.items()}, len(self._recorded))
-
-    def _steps_of(self, trial: Trial) -> StepCounter:
-        return StepCounter(self.folder / f"{_STEPS}-{trial.identity}")
 
     def records(self) -> tuple[Record, ...]:
         return tuple(self._recorded[trial.identity] for trial in self.trials if trial.identity in self._recorded)

@@ -29,7 +29,6 @@ from moesys.lab.runs.places import (
     TrialError,
     TrialObserver,
     TrialResult,
-    no_tick,
     result_of,
     simulated,
 )
@@ -219,7 +218,7 @@ def _answered(trial: Trial, job: submitit.Job[TrialResult | None]) -> TrialResul
 def _result_in_job(trial: Trial, experiment: Experiment, threads: int) -> TrialResult | None:
     """Runs a trial in each task of a job; returns None in those that do not write."""
     if not isinstance(experiment.workload, RealTraining):
-        result = result_of(trial, partial(simulated, trial, experiment, no_tick))
+        result = result_of(trial, partial(simulated, trial, experiment))
     else:
         from submitit.helpers import TorchDistributedEnvironment
 
@@ -229,7 +228,7 @@ def _result_in_job(trial: Trial, experiment: Experiment, threads: int) -> TrialR
             # On many machines the name of the host is none that works.
             os.environ["MASTER_ADDR"] = "127.0.0.1"
         with closing(RankTrials(experiment, threads)) as place:
-            result = result_of(trial, partial(place.run, trial, experiment, no_tick))
+            result = result_of(trial, partial(place.run, trial, experiment))
             if not place.writes:
                 return None
     return replace(result, environment=collect_environment(threads))

@@ -60,23 +60,14 @@ def run_measured(
     cluster: ClusterSpec,
     workload: Training | ModelTraining,
     seed: int,
-    tick: Callable[[], None],
 ) -> Measurement | None:
-    """Trains on every rank of the default group, or alone: a collective. Returns None on all ranks except rank 0.
-
-    ``tick`` is called on rank 0 after every step, outside of what is timed.
-    """
+    """Trains on every rank of the default group, or alone: a collective. Returns None on all ranks except rank 0."""
     import torch.distributed as dist
 
     from moesys.lab.train.loop import train
 
-    writes = not dist.is_initialized() or dist.get_rank() == 0
-    results = []
-    for result in train(strategy, model, cluster, workload, seed):
-        results.append(result)
-        if writes:
-            tick()
-    if not writes:
+    results = list(train(strategy, model, cluster, workload, seed))
+    if dist.is_initialized() and dist.get_rank() != 0:
         return None
     timed = [result for result in results if result.timed]
     values = {

@@ -20,7 +20,7 @@ from moesys.config.workload import Generated, ModelTraining, RealTraining, Repla
 from moesys.display import Columns, Display, by_column
 from moesys.files import FolderLock, write_whole
 from moesys.lab.ranks.process_start import RunInterruption, sigterm_as_ctrl_c
-from moesys.lab.runs.places import Place, TrialError, no_tick, num_workers, place_for, simulating_workers
+from moesys.lab.runs.places import Place, TrialError, num_workers, place_for, simulating_workers
 from moesys.lab.runs.records import numbered, setting_fingerprint
 from moesys.lab.runs.statistics import paired_ratio
 from moesys.lab.runs.trials import (
@@ -191,7 +191,7 @@ def _follow(place: Place, experiment: Experiment) -> TuneResult:
             assert isinstance(outcome, TuneResult)
             return outcome
         try:
-            place.run(trial, experiment, no_tick)
+            place.run(trial, experiment)
         except TrialError:
             # The writer hears of it too, and decides.
             continue
@@ -208,7 +208,7 @@ class _Ranks:
         trial: Trial = self._experiment.trial(strategy, seed)
         self._place.share((trial, None))
         try:
-            measurement = self._place.run(trial, self._experiment, no_tick)
+            measurement = self._place.run(trial, self._experiment)
         except TrialError as error:
             raise TrialFailedError(str(error)) from None
         assert measurement is not None

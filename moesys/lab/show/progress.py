@@ -23,10 +23,10 @@ from rich.progress import (
 from rich.text import Text
 
 from moesys.config.experiment import Experiment, Trial
-from moesys.config.workload import Generated, RealTraining, Replay, Workload
+from moesys.config.workload import RealTraining
 from moesys.display import counted, printable
 from moesys.lab.runs.records import Record
-from moesys.lab.runs.runner import QuietProgress, StepCounter
+from moesys.lab.runs.runner import QuietProgress
 from moesys.lab.show.sheets import figure
 
 if TYPE_CHECKING:
@@ -127,29 +127,26 @@ class _Display:
 class RunProgress(_Display, QuietProgress):
     """Shows the progress of an experiment. Without bars, it prints a line when the run begins, and one per trial.
 
-    With bars, it shows all trials, the running trial with its steps, the time left and the best strategy so far;
-    failures are printed above as they happen.
+    With bars, it shows all trials, the time left, the running trial and the best strategy so far; failures are printed
+    above as they happen.
     """
 
     def begin(self, experiment: Experiment, recorded: Sequence[Record], num_left: int) -> None:
         self._num_trials, self._num_done = len(experiment.trials()), len(recorded)
         self._widest = max(len(strategy.name) for strategy in experiment.strategies)
         self._step_ms: dict[str, list[float]] = {}
-        self._steps: StepCounter | None = None
+        self._running = ""
         for record in recorded:
             self._note(record)
         self._say(_opening(experiment, len(recorded), num_left))
         if is_live(self._console):
             self._bars = Bars(self._console, MofNCompleteColumn(), TimeRemainingColumn())
             self._all = self._bars.add_task("trials", total=self._num_trials, completed=self._num_done)
-            self._one = self._bars.add_task("", total=_num_steps(experiment.workload), visible=False)
             self._bars.refreshed = self._refreshed
             self._bars.start()
 
-    def start(self, trial: Trial, steps: StepCounter) -> None:
-        if self._bars:
-            self._steps = steps
-            self._bars.reset(self._one, description=f"{trial.strategy.name}, seed {trial.seed}", visible=True)
+    def start(self, trial: Trial) -> None:
+        self._running = f"{trial.strategy.name}, seed {trial.seed}"
 
     def finish(self, record: Record) -> None:
         self._num_done += 1
@@ -175,20 +172,12 @@ class RunProgress(_Display, QuietProgress):
         return f"{head}{again}: {figure(_median_ms(record))} ms a step, {record.seconds:.1f} s"
 
     def _refreshed(self) -> str:
-        if self._bars and self._steps:
+        if self._bars:
             self._bars.update(self._all, completed=self._num_done)
-            self._bars.update(self._one, completed=self._steps.count())
         if not self._step_ms:
-            return ""
+            return self._running
         step_ms, name = min((statistics.median(values), name) for name, values in self._step_ms.items())
-        return f"best so far: {name}, {figure(step_ms)} ms a step"
-
-
-def _num_steps(workload: Workload) -> int | None:
-    if isinstance(workload, Replay):
-        return None
-    micro_batches = workload.micro_batches if isinstance(workload, Generated) else 1
-    return workload.warmup + workload.steps * micro_batches
+        return f"{self._running}; best so far: {name}, {figure(step_ms)} ms a step"
 
 
 def _median_ms(record: Record) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 import moesys as ms
-from moesys.lab.runs.places import no_tick
 from moesys.lab.runs.trials import run_measured
 
 # Few rows a block, so that experts have many.
@@ -33,7 +32,7 @@ def test_losses_of_all_strategies_have_the_same_bits(ranks, workload, steps):
     model = getattr(workload, "shape", SHAPE)
     losses, moved = {}, {}
     for strategy in STRATEGIES:
-        arguments = strategy, model, CLUSTER, workload.replace(steps=steps), 0, no_tick
+        arguments = strategy, model, CLUSTER, workload.replace(steps=steps), 0
         measured = ranks.run(run_measured, *arguments, timeout_s=3600)[0]
         losses[strategy.name], moved[strategy.name] = measured.losses, max(measured.samples["restored_mib"].values)
     assert len(losses["ep"]) == steps

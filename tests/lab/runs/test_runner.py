@@ -28,7 +28,7 @@ from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.runs.environment import collect_environment, load_environments
 from moesys.lab.runs.places import RankTrials, TrialObserver
 from moesys.lab.runs.records import RunFolder
-from moesys.lab.runs.runner import QuietProgress, RunInterruption, StepCounter, trace_path
+from moesys.lab.runs.runner import QuietProgress, RunInterruption, trace_path
 from moesys.lab.runs.trials import run_measured
 from moesys.lab.show import run_page
 from moesys.lab.show.sheets import CommandOutput
@@ -44,7 +44,7 @@ class Listener(QuietProgress):
     def begin(self, experiment, recorded, num_left):
         self.told.append(f"{len(recorded)} recorded, {num_left} left")
 
-    def start(self, trial, steps):
+    def start(self, trial):
         self.started.append(trial.identity)
 
     def finish(self, record):
@@ -123,18 +123,6 @@ def test_ctrl_c_keeps_what_is_finished_and_says_how_to_go_on(tmp_path):
     assert listener.started + rest.started == [trial.identity for trial in experiment.trials()]
 
 
-class FullDisk(QuietProgress):
-    def start(self, trial, steps):
-        steps.tick()
-        raise OSError("no room")
-
-
-def test_a_run_that_an_error_ends_leaves_no_counts_of_steps(tmp_path):
-    with pytest.raises(OSError, match="no room"):
-        run(simulation(), tmp_path, jobs=1, progress=FullDisk())
-    assert not list(tmp_path.rglob(".steps*"))
-
-
 def test_a_missing_trace_is_refused_before_anything_is_written(tmp_path):
     experiment = simulation(workload=Replay(trace=str(tmp_path / "nowhere.npz")), seeds=(0,))
     with pytest.raises(ValueError, match=r"nowhere\.npz does not exist"):
@@ -203,7 +191,6 @@ def test_spawned_ranks_train_record_routing_and_live_through_a_failure(tmp_path)
     routing = load_trace(trace_path(result.path, experiment.trial(EP, 0)))
     assert routing.tokens_SLRE.sum(axis=(0, 2)).tolist() == ep.tokens_LE
     assert (result.path / f"environment-{ep.environment}.json").exists()
-    assert not (result.path / ".steps").exists()
 
 
 UNDER_TORCHRUN = """
@@ -331,17 +318,6 @@ def test_numbers_of_each_trial_are_logged_and_an_error_of_the_logger_is_one_warn
         assert numbers[f"{record.strategy}/step_ms"] == float(np.median(record.samples["step_ms"].values))
     assert run(simulation(), tmp_path, log=log).num_run == 0
     assert len(logged) == len(result.records)
-
-
-@pytest.mark.parametrize("method", ["tick", "clear"])
-def test_a_disk_that_is_full_under_the_progress_fails_no_trial(method, tmp_path, monkeypatch):
-    def full(steps):
-        raise OSError(errno.ENOSPC, "No space left on device", str(steps.path))
-
-    monkeypatch.setattr(StepCounter, method, full)
-    with pytest.warns(UserWarning, match="steps of a trial are not counted.*No space left on device"):
-        result = run(simulation(), tmp_path, jobs=1)
-    assert [record.status for record in result.records] == ["ok"] * len(simulation().trials())
 
 
 def test_what_shows_a_run_may_fail_without_it(tmp_path, monkeypatch, capsys):

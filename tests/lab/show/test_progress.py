@@ -8,7 +8,6 @@ from lab_cases import experiment, record
 from rich.console import Console
 
 from moesys.lab.runs.records import Samples
-from moesys.lab.runs.runner import StepCounter
 from moesys.lab.show import progress
 from moesys.lab.show.progress import RunProgress, status_line, steps_told
 
@@ -22,7 +21,7 @@ def failed(trial):
     return record(trial, status="failed", samples={}, seconds=2.0, error="ValueError: boom [bold]", trace="...")
 
 
-def test_a_pipe_gets_one_line_a_trial(tmp_path):
+def test_a_pipe_gets_one_line_a_trial():
     four = experiment(seeds=(0, 1))
     trials = sorted(four.trials(), key=lambda trial: (trial.seed, trial.strategy.name))
     file = io.StringIO()
@@ -33,7 +32,7 @@ def test_a_pipe_gets_one_line_a_trial(tmp_path):
         failed(trials[2]),
         with_step_ms(record(trials[3], repeat=1), 1234.5),
     ):
-        progress.start(trials[1], StepCounter(tmp_path / "steps"))
+        progress.start(trials[1])
         progress.finish(made)
     progress.end()
     assert file.getvalue().splitlines() == [
@@ -44,20 +43,17 @@ def test_a_pipe_gets_one_line_a_trial(tmp_path):
     ]
 
 
-def test_a_terminal_gets_bars_the_best_so_far_and_failures_above(tmp_path):
+def test_a_terminal_gets_a_bar_the_best_so_far_and_failures_above():
     four = experiment(seeds=(0, 1))
     trials = four.trials()
     console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
-    steps = StepCounter(tmp_path / "steps")
     progress = RunProgress(console)
     progress.begin(four, [], 4)
-    progress.start(trials[0], steps)
+    progress.start(trials[0])
     progress.finish(with_step_ms(record(trials[0]), 12.0))
-    progress.start(trials[1], steps)
+    progress.start(trials[1])
     progress.finish(failed(trials[1]))
-    steps.tick()
-    steps.tick()
-    progress.start(trials[2], steps)
+    progress.start(trials[2])
     display = progress._bars
     assert display is not None
     with console.capture() as shown:
@@ -65,25 +61,14 @@ def test_a_terminal_gets_bars_the_best_so_far_and_failures_above(tmp_path):
     progress.end()
     text = shown.get()
     assert "2/4" in text
-    assert f"{trials[2].strategy.name}, seed {trials[2].seed}" in text
-    assert "2/4" in text.splitlines()[1]  # one warm-up and three timed steps
-    assert f"best so far: {trials[0].strategy.name}, 12.00 ms a step" in text
+    best = f"best so far: {trials[0].strategy.name}, 12.00 ms a step"
+    assert f"{trials[2].strategy.name}, seed {trials[2].seed}; {best}" in text
     printed = console.file.getvalue()
     assert f"{trials[1].strategy.name:4} seed {trials[1].seed}: FAILED after 2.0 s: ValueError: boom [bold]" in printed
 
 
 def test_an_end_without_a_beginning_is_quiet():
     RunProgress(Console(file=io.StringIO(), force_terminal=True)).end()
-
-
-@pytest.mark.parametrize("num_ticks", [0, 3])
-def test_steps_are_counted_from_any_process(tmp_path, num_ticks):
-    steps = StepCounter(tmp_path / "steps")
-    for _ in range(num_ticks):
-        StepCounter(tmp_path / "steps").tick()
-    assert steps.count() == num_ticks
-    steps.clear()
-    assert steps.count() == 0
 
 
 @pytest.mark.parametrize(
