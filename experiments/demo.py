@@ -36,14 +36,12 @@ from moesys.lab.ranks.process import best_device
 from moesys.lab.ranks.process_start import sigterm_as_ctrl_c
 from moesys.lab.runs.comparison import Comparison
 from moesys.lab.runs.environment import available_cores
-from moesys.lab.runs.runner import RunResult, run
+from moesys.lab.runs.runner import RunResult, run, trace_path
 from moesys.lab.runs.statistics import MIN_SEEDS
 from moesys.lab.show.progress import RunProgress
 from moesys.lab.show.sheets import CommandOutput
 
 SEEDS = tuple(range(MIN_SEEDS))
-# The routing that the demo replays is the baseline's under one seed.
-TRACE = "seed-{seed}.npz"
 MOST_RANKS = 8
 
 
@@ -93,15 +91,20 @@ def training_experiment() -> Experiment:
     )
 
 
-def replay_experiment(traces: Path) -> Experiment:
-    """Returns a replay of the routing of the baseline, scaled to the experts and the tokens of a large model."""
+def replay_experiment(trained: Path) -> Experiment:
+    """Returns a replay of the baseline's routing in a run folder, scaled to the experts and the tokens of a large
+    model.
+    """
+    training = training_experiment()
+    trace = str(trace_path(trained.resolve(), training.trial(training.baseline, SEEDS[0])))
     return Experiment(
         name="demo-cluster",
         description="The demo's own routing, scaled, through the cost model.",
         model=LARGE_MODEL,
         cluster=LARGE_CLUSTER,
         strategies=_strategies(slots_per_rank=2, reduction=Ordered()),
-        workload=Replay(trace=str(traces / TRACE), warmup=1, tokens_per_rank=16384),
+        # Names of traces end with the seed.
+        workload=Replay(trace=trace.removesuffix("0.npz") + "{seed}.npz", warmup=1, tokens_per_rank=16384),
         seeds=SEEDS,
     )
 
@@ -117,16 +120,13 @@ def main(
 
     It takes less than 3 minutes on 2 cores. Recorded trials are not repeated.
     """
-    # hidden, so that ``compare runs/*`` does not take it for a run folder
-    traces = out.resolve() / ".demo-traces"
-    training = training_experiment()
     show = CommandOutput(quiet=quiet, wide=wide)
-    trained, compared = _run(training, out, show, fresh, record_routing=traces / TRACE)
+    trained, compared = _run(training_experiment(), out, show, fresh)
     if trained.failed or compared.unequal:
         raise typer.Exit(1)
     share = max(max(of) / sum(of) for record in trained.records for of in record.tokens_LE)
     print(f"\nOne expert gets up to {share:.0%} of a layer's tokens: routers are new; trained ones are more even.\n")
-    replayed, _ = _run(replay_experiment(traces), out, show, fresh)
+    replayed, _ = _run(replay_experiment(trained.path), out, show, fresh)
     print_locations([trained.path, replayed.path], sys.stdout)
     raise typer.Exit(replayed.exit_code)
 
@@ -146,11 +146,9 @@ def _strategies(slots_per_rank: int, reduction: Reduction) -> tuple[Strategy, ..
     )
 
 
-def _run(
-    experiment: Experiment, out: Path, show: CommandOutput, fresh: bool, record_routing: Path | None = None
-) -> tuple[RunResult, Comparison]:
+def _run(experiment: Experiment, out: Path, show: CommandOutput, fresh: bool) -> tuple[RunResult, Comparison]:
     progress = RunProgress(Console(file=sys.stdout, quiet=show.quiet))
-    result = run(experiment, out, fresh=fresh, record_routing=record_routing, progress=progress)
+    result = run(experiment, out, fresh=fresh, progress=progress)
     if not show.quiet:
         print(result.summary)
     return result, report(result, "table", wide=show.wide)

@@ -42,7 +42,7 @@ PROCESSES = (
     ),
     *("faults/", "kernels/test_aot"),
     *("lab/calibrate/test_calibrate", "lab/ranks/", "lab/runs/test_bisect"),
-    *("lab/runs/test_ends", "lab/runs/test_record_routing", "lab/runs/test_runner"),
+    *("lab/runs/test_ends", "lab/runs/test_runner"),
     *("lab/runs/test_slurm", "lab/runs/test_tuning", "lab/runs/test_watched_run", "lab/runs/test_workers"),
     *(
         "test_files_of_ranks",

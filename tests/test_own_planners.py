@@ -29,6 +29,7 @@ import moesys as ms
 from moesys.balance.run_planner import checked_layout, checked_split
 from moesys.config.member import RECORDED
 from moesys.lab.runs.declarations import balance_of, declared_in, import_module_of_user, load_experiment
+from moesys.lab.runs.runner import trace_path
 from moesys.lab.runs.slurm import Slurm
 
 FSEP = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=3))
@@ -278,10 +279,12 @@ def test_a_split_is_taken_where_every_token_goes_to_a_holder(routes: list[tuple[
 
 
 def test_it_is_trained_with_replayed_explained_simulated_and_shown(file, tmp_path, capsys):
-    experiment, routing = load_experiment(file), tmp_path / "routing.npz"
+    experiment = load_experiment(file)
     training = experiment.replace(workload=ms.Training(num_layers=1, context=16, batch=1, warmup=0, steps=2))
     file.write_text("an experiment that is being edited")
-    assert ms.run(training, tmp_path, record_routing=routing).exit_code == 0
+    trained = ms.run(training, tmp_path)
+    assert trained.exit_code == 0
+    routing = trace_path(trained.path, training.trials()[0])
     result = ms.run(experiment.replace(name="replay", workload=ms.Replay(trace=str(routing))), tmp_path)
     assert (result.exit_code, result.num_run) == (0, 2)
     file.write_text(FILE)

@@ -113,8 +113,7 @@ def main(folder: Path) -> None:
     for experiment in (simulated(), trained()):
         file = folder / f"{experiment.name}.json"
         file.write_text(experiment.to_json())
-        routing = ["--record-routing", folder / "{strategy}.npz"] * (experiment.name == "trained")
-        command("run", file, "--out", folder / "runs", *routing)
+        command("run", file, "--out", folder / "runs")
     command("tune", folder / "simulated.json", "--out", folder / "tuned", "--budget", 8, "--jobs", 1)
     (run,) = (folder / "runs").glob("simulated-*")
     (folder / "compared.json").write_text(command("compare", run, "--format", "json"))

@@ -50,9 +50,6 @@ def run_command(
     fail_fast: Annotated[bool, flag("Stop at the first trial that fails.", "--fail-fast")] = False,
     retry_failed: Annotated[bool, flag("Run trials again that failed earlier.", "--retry-failed")] = False,
     fresh: Annotated[bool, flag("Start a new run folder.", "--fresh")] = False,
-    record_routing: Annotated[
-        Path | None, option("FILE", "Record the routing of a training in FILE, with {seed} and {strategy} in it.")
-    ] = None,
     strategy: Annotated[list[Path] | None, option("FILE", "Add a Strategy in a file; may be repeated.")] = None,
     settings: Settings = None,
     imports: Imports = None,
@@ -87,7 +84,6 @@ def run_command(
             fresh=fresh,
             threads=threads,
             jobs=where,
-            record_routing=record_routing,
             progress=RunProgress(Console(file=told, quiet=output.quiet)),
         )
         if writes():

@@ -22,7 +22,7 @@ from moesys.lab.runs.records import Record, RunFolder, latest
 from moesys.lab.runs.slurm import Slurm, SlurmTrials
 from moesys.lab.runs.trials import routing_of
 from moesys.step_lines import NumberLog
-from moesys.traces import load_trace, save_trace
+from moesys.traces import save_trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -106,7 +106,6 @@ def run(
     fresh: bool = False,
     threads: int = 1,
     jobs: int | Slurm | None = None,
-    record_routing: str | Path | None = None,
     progress: QuietProgress | None = None,
     log: Callable[..., object] | None = None,
 ) -> RunResult:
@@ -120,9 +119,6 @@ def run(
     seconds; None: one per core, 1: in this process. It does not change records, their order or tables. Trainings on
     local ranks run one at a time. ``Slurm(...)`` makes every trial, of either kind, a job of a cluster.
 
-    ``record_routing``: a path that a training's routing is written to after the last trial, as a trace for ``Replay``;
-    {seed} and {strategy} in it become those of the trial. Without {strategy}, only the baseline's is written.
-
     ``log``: a function such as ``wandb.log``, which is called for each trial that ended well, with ``step`` the number
     of trials so far and a dict of the trial's median samples and last loss, such as {"fsep/step_ms": 69.2}.
 
@@ -134,8 +130,6 @@ def run(
     """
     check_type(Experiment, experiment=experiment)
     threads, jobs = python_value(threads), python_value(jobs)
-    if record_routing is not None:
-        _check_recording(experiment, str(record_routing))
     routing: dict[int, str] = {}
     if isinstance(experiment.workload, Replay):
         # A trace that is missing or does not fit is one error, not one a trial.
@@ -166,8 +160,6 @@ def run(
                 for result in place.finished():
                     recorder.finish(result)
             raise RunInterruption(recorder.how_to_resume() if recorder else "") from None
-        if record_routing is not None:
-            place.on_writer(lambda: recorder.write_routing(str(record_routing)) if recorder else None)
         return place.share(recorder.result(num_run, stopped) if recorder else None)
 
 
@@ -258,14 +250,6 @@ class _Recorder(TrialObserver):
     def result(self, num_run: int, stopped: bool) -> RunResult:
         return RunResult(self.experiment, self.folder, self.records(), num_run, stopped)
 
-    def write_routing(self, path: str) -> None:
-        """Writes the routing of every trial that did not fail to the trial's own path."""
-        for trial in self.trials:
-            record = self._recorded.get(trial.identity)
-            wanted = not trial.repeat and ("{strategy}" in path or trial.strategy == self.experiment.baseline)
-            if wanted and record is not None and record.status == "ok":
-                save_trace(load_trace(trace_path(self.folder, trial)), _routing_path(path, trial))
-
     def how_to_resume(self) -> str:
         # The file is read again, because a signal may arrive after a record was written and before it was counted here.
         self._recorded = latest(self._folder.records())
@@ -276,24 +260,5 @@ class _Recorder(TrialObserver):
 
 
 def trace_path(folder: Path, trial: Trial) -> Path:
-    """Returns the path of the routing of a measured trial in a run folder, a ``moesys.traces.Trace``."""
+    """Returns the path of the routing of a measured trial in a run folder, a trace for ``Replay``."""
     return folder / "traces" / f"{trial.identity}.npz"
-
-
-def _routing_path(path: str, trial: Trial) -> Path:
-    # A slash in the name of a strategy would name a folder.
-    name = trial.strategy.name.replace("/", "-")
-    return Path(path.replace("{seed}", str(trial.seed)).replace("{strategy}", name))
-
-
-def _check_recording(experiment: Experiment, path: str) -> None:
-    if experiment.source != "measured":
-        raise ValueError(
-            f"record_routing={path!r} records a training, and workload={type(experiment.workload).__name__} is none; "
-            "use workload=Training(...), or write drawn routing with ms.traces.save_trace(ms.traces.generate(...))"
-        )
-    if "{seed}" not in path and len(experiment.seeds) > 1:
-        raise ValueError(
-            f"record_routing={path!r} is one file for {len(experiment.seeds)} seeds; put {{seed}} into the path, or "
-            "use seeds=(0,)"
-        )
