@@ -66,7 +66,6 @@ def examine() -> list[Check]:
 
 def doctor_command(
     gpu: Annotated[bool, flag("Test the GPUs of this machine layer by layer, then time them.", "--gpu")] = False,
-    rehearse: Annotated[bool, flag("Rehearse the checks of --gpu that a CPU can run.", "--rehearse")] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
     wide: Wide = False,
@@ -77,7 +76,7 @@ def doctor_command(
             "--json prints what this machine has; --gpu writes doctor/doctor.json; give one of them"
         )
     if gpu:
-        return gpu_command(rehearse)
+        return gpu_command()
     with Console(stderr=True, quiet=quiet).status("examining this machine"):
         checks = examine()
     if as_json:
@@ -92,16 +91,15 @@ def doctor_command(
     return int(any(check.state == "broken" for check in checks))
 
 
-def gpu_command(rehearse: bool = False) -> int:
+def gpu_command() -> int:
     """Runs the GPU checks of this checkout. Where there is no checkout or no pytest, it prints the commands that do.
 
-    Returns the exit code of pytest, or 2; or 0 if there is no GPU to test and no rehearsal is asked for.
+    Returns the exit code of pytest, or 2; or 0 if there is no GPU to test.
     """
     import torch
 
-    if not rehearse and not torch.cuda.is_available():
-        print("No GPU found, so there is nothing to test.")
-        print("To rehearse the checks on the CPU, in minutes: moesys doctor --gpu --rehearse")
+    if not torch.cuda.is_available():
+        print("No GPU found, so there is nothing to test. To rehearse the checks on the CPU: pytest -m gpu tests/gpu")
         return 0
     checks = Path(__file__).parents[3] / "tests" / "gpu"
     if not checks.is_dir() or find_spec("pytest_timeout") is None:
@@ -175,15 +173,6 @@ def _optional() -> Iterator[Check]:
         yield _check(title, found or "not installed", found != "", "missing", hint)
 
 
-def _backends() -> Iterator[Check]:
-    import torch.distributed as dist
-
-    gloo, nccl = (dist.is_available() and there() for there in (dist.is_gloo_available, dist.is_nccl_available))
-    where = {True: "in torch", False: "not in this torch"}
-    yield _check("gloo", where[gloo], gloo, "broken", "for ranks on CPUs: install a torch with gloo")
-    yield _check("NCCL", where[nccl], nccl, "missing", "for ranks on GPUs: install a CUDA build of torch")
-
-
 def _local_ranks() -> Iterator[Check]:
     from time import perf_counter
 
@@ -238,7 +227,6 @@ _CHECKS: dict[str, Callable[[], Iterator[Check]]] = {
     "torch": _torch,
     "GPU": _gpus,
     "GPU kernels": _optional,
-    "backends": _backends,
     "local ranks": _local_ranks,
     "machine": _machine,
     "bfloat16": _half_precision,
