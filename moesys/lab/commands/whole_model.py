@@ -21,8 +21,6 @@ from moesys.lab.show.sheets import Column, CommandOutput, Sheet, figure, print_s
 from moesys.simulator.model.model_step import ModelStep
 from moesys.simulator.model.simulate_model import simulate_model
 
-_FASTER = (1.25, 1.5, 2.0)
-
 
 def run_of(cluster: str | None, **fields: Any) -> ModelRun:
     """Returns the run with these fields, of which ``model`` is a name or a path. Raises ValueError for others."""
@@ -171,16 +169,12 @@ def sheets(steps: Sequence[ModelStep], notes: Sequence[str] = ()) -> list[Sheet]
 
 
 def notes_on(steps: Sequence[ModelStep], skew: float) -> list[str]:
-    """Returns how to read the tables, and the effect of faster layers."""
-    faster = "; ".join(
-        f"{step.run.strategy.name} " + ", ".join(f"{step.speed_up(by):.2f}" for by in _FASTER) for step in steps
-    )
+    """Returns how to read the tables."""
     routing = f"drawn with skew {skew:g}" if skew else "even, as no --skew is given"
     piped = any(step.run.parallelism.pp > 1 for step in steps)
     return [
         f"Routing is {routing}. {'bubble: a stage of the pipeline has nothing to do. ' * piped}MFU: of the data "
         "sheet's rate in 16 bits.",
-        f"Speed-up if the MoE layers were {', '.join(f'{by:g}' for by in _FASTER)} times as fast: {faster}.",
         "Memory leaves out what an allocator wastes, and workspaces of kernels and of NCCL.",
         *dict.fromkeys(step.remark for step in steps if step.remark),
     ]
@@ -198,7 +192,6 @@ def _json(steps: Sequence[ModelStep], read: Sheet | None) -> str:
             "seconds_by_part": step.shares,
             "bytes_by_stage": [stage.parts for stage in step.memory],
             "verdict": step.verdict,
-            "speed_up_with_faster_experts": {str(by): step.speed_up(by) for by in _FASTER},
         }
         for step in steps
     ]

@@ -6,7 +6,7 @@ group.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
@@ -16,7 +16,7 @@ import numpy as np
 from moesys.config import BYTES_PER_GB, MoeMlp
 from moesys.config.model_run import ModelRun
 from moesys.config.workload import Recompute
-from moesys.cost import FloatArray, memory_seconds
+from moesys.cost import memory_seconds
 from moesys.display import Columns, Display, by_column, counted, draw_bars
 from moesys.layout import TokenPlan
 from moesys.simulator.model.model_cost import Operations, model_flops_per_token
@@ -34,29 +34,13 @@ if TYPE_CHECKING:
 class SimulatedPart:
     """One part of the model and one micro-batch.
 
-    moe: the part of ``seconds`` that experts and their exchanges take. host: the time in which the host starts the
-    operations; the part takes no less. busy: the seconds of the busiest link inside domains, and of the busiest NIC.
-    shares: mean seconds of a rank, by what it does or waits for.
+    busy: the seconds of the busiest link inside domains, and of the busiest NIC. shares: mean seconds of a rank, by
+    what it does or waits for.
     """
 
     seconds: PartSeconds
-    moe: PartSeconds
-    host: PartSeconds
     busy: tuple[PartSeconds, PartSeconds]
     shares: dict[str, float]
-
-    def with_faster_experts(self, factor: float) -> PartSeconds:
-        """Returns the seconds with layers of experts ``factor`` times as fast."""
-        saved = 1 - 1 / factor
-        forward = max(self.host.forward, self.seconds.forward - saved * self.moe.forward)
-        backward = max(self.host.backward, self.seconds.backward - saved * self.moe.backward)
-        lanes = None
-        if self.seconds.lanes is not None:
-            one, other = self.seconds.lanes
-            # Computing and exchanges of a pass shrink alike.
-            lanes = one.times(forward / self.seconds.forward), other.times(backward / self.seconds.backward)
-        weight_gradients = self.seconds.weight_gradients - saved * self.moe.weight_gradients
-        return PartSeconds(forward, backward, weight_gradients, lanes)
 
 
 _RECOMPUTED: dict[str, Recompute] = {"none": "none", "selective": "selective", "full": "layers"}
@@ -76,20 +60,13 @@ def simulate_part(run: ModelRun, units: Sequence[Unit], plans: Sequence[TokenPla
     found = run_step(run.strategy, run.shape, run.expert_cluster, [plans], around)
     forward, backward = found.forward_seconds, found.length_seconds - found.forward_seconds
     of_experts = float(np.mean(found.computed_R.get("weight_gradients", 0.0)))
-    # Faster experts neither shorten the rest nor bring parameters earlier.
-    before, behind = _waited(found.forward_waited_R), _waited(found.waited_R)
-    moe = PartSeconds(
-        forward - before - float(np.sum([each.forward_seconds for each in passed])),
-        backward - (behind - before) - float(np.sum([each.again_seconds + each.backward_seconds for each in passed])),
-        of_experts,
-    )
     host, shares, busy = _host_seconds(run, units), _shares(found), _busy(found)
     waits = max(0.0, host.forward - forward), max(0.0, host.backward - backward)
     shares["host"] = sum(waits)
     weight_gradients = of_experts + sum(unit.rest.weight_gradients for unit in units)
     lanes = _lanes(run, found, host, busy)
     whole = PartSeconds(forward + waits[0], backward + waits[1], weight_gradients, lanes)
-    return SimulatedPart(whole, moe, host, busy, shares)
+    return SimulatedPart(whole, busy, shares)
 
 
 def _narrowing(run: ModelRun, units: Sequence[Unit]) -> tuple[float, tuple[float, float]]:
@@ -194,11 +171,6 @@ _SLOWER = "waiting for slower ranks"
 WAITS = frozenset({"token all-to-all", "expert weights and gradients", _PARAMETERS, _SLOWER})
 
 
-def _waited(waited_R: Mapping[str, FloatArray]) -> float:
-    """Returns the mean seconds in which a rank waits for dense parameters and their gradients."""
-    return sum(float(np.mean(each)) for kind, each in waited_R.items() if _NAMES.get(kind) == _PARAMETERS)
-
-
 def _shares(found: Simulation) -> dict[str, float]:
     """Returns the mean seconds of a rank, by what it does or waits for; they add up to the length."""
     shares: dict[str, float] = {}
@@ -290,14 +262,6 @@ class ModelStep(Display):
             "recompute='selective' ends at the experts; blocks of transformers compute a shared expert behind them and "
             "run all of a layer again, as recompute='full' does"
         )
-
-    def speed_up(self, factor: float) -> float:
-        """Returns how much faster the step is with layers of experts ``factor`` times as fast."""
-        faster = []
-        for draw in self.draws:
-            parts = [[part.with_faster_experts(factor) for part in stage] for stage in draw.parts]
-            faster.append(run_parts(self.run, parts).seconds + draw.end_seconds)
-        return self.seconds / self._slowest(faster)
 
     def plot(self, what: Literal["time", "memory"] = "time", ax: Axes | None = None) -> Axes:
         """Draws the time of a rank by part, or the memory of the rank that holds most."""

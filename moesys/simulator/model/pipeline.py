@@ -42,9 +42,6 @@ class PassSeconds(NamedTuple):
     computed: float
     exchanged: float
 
-    def times(self, factor: float) -> PassSeconds:
-        return PassSeconds(factor * self.computed, factor * self.exchanged)
-
 
 @dataclass(frozen=True)
 class PartSeconds:

@@ -119,15 +119,13 @@ def test_a_pipeline_of_equal_parts_has_the_bubble_of_its_schedule() -> None:
     assert simulate_model(interleaved).seconds == pytest.approx(simulate_model(whole).seconds * 9.5 / 8, rel=1e-3)
 
 
-def test_shares_add_up_and_faster_experts_help() -> None:
+def test_shares_add_up() -> None:
     for parallel in (Parallelism(), Parallelism(pp=2), Parallelism(ep=4, dense="full", recompute="full")):
         run = EIGHT.replace(parallelism=parallel)
         step = simulate_model(run, Generated(skew=1.0, warmup=1), draws=2)
         for draw in step.draws:
             assert sum(draw.shares.values()) == pytest.approx(draw.seconds)
             assert min(draw.shares.values()) > -1e-9
-        assert 1 < step.speed_up(1.5) < step.speed_up(2.0) < 2
-        assert step.speed_up(1.0) == pytest.approx(1.0)
         low, high = step.interval
         assert low <= high
         assert step.seconds >= low
@@ -282,9 +280,6 @@ def test_a_slow_host_is_what_a_pass_takes_and_a_fast_one_hides() -> None:
     assert started.backward > started.forward > SMALL.num_layers
     assert simulate_model(one.replace(host_us=1e-3)).seconds == pytest.approx(alone.seconds, rel=1e-9)
     assert simulate_model(one.replace(host_us=1e6)).shares["host"] > 0.9 * (started.forward + started.backward)
-    # Faster experts do not help a host.
-    assert simulate_model(one.replace(host_us=1e6)).speed_up(2.0) == pytest.approx(1.0, abs=1e-6)
-    assert alone.speed_up(2.0) > 1.01
 
 
 @pytest.mark.parametrize("layers", [1, 3])
