@@ -109,7 +109,7 @@ TEXTS: list[tuple[Callable[[str], Any], tuple[str, ...]]] = [
     (balance_of, ("greedy", '{"kind": "greedy", "effort": 4}', "eplb", "json:JSONDecoder")),
     (split_of, ("flow", '{"kind": "flow", "max_inter_node": 0.1}')),
     (predictor_of, ("last", '{"kind": "ema", "decay": 0.9}', '{"kind": "adaptive"}')),
-    (slurm_of, ("partition=gpu,time=2:00:00", "time=1-12,mem_gb=3.5", "slurm.json")),
+    (slurm_of, ("partition=gpu,time=120", "time=12,mem_gb=3.5", "slurm.json")),
     (parallelism_of, ("tp=2,pp=8,vp=4,ep=32,recompute=full", "cp=1")),
     (named_strategy, ("ep", "fsep:3", "laer:2", "strategy.toml")),
     (named_planner, ('{"kind": "greedy"}', "moesys.balance.greedy.greedy:Greedy", "planner.py:Own")),

@@ -186,13 +186,6 @@ def argument(metavar: str, text: str, **more: Any) -> Any:
 # --- options of several commands --------------------------------------------------------------------------------------
 
 
-def model_names_known(begun: str) -> list[str]:
-    """Returns the names of packaged models that start with ``begun``, for the completion of shells."""
-    from moesys.config.model_spec import model_names, published_names
-
-    return [name for name in (*model_names(), *published_names()) if name.startswith(begun)]
-
-
 ExperimentFile = Annotated[
     Path, argument("FILE", "An experiment: .json, .toml, or .py with a function that returns it.")
 ]

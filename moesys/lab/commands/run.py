@@ -45,7 +45,7 @@ def run_command(
     threads: Threads = 1,
     jobs: Jobs = None,
     slurm: Annotated[
-        str | None, option("OPTIONS", "Run trials as Slurm jobs: time=2:00:00,partition=gpu, or a .toml or .json file.")
+        str | None, option("OPTIONS", "Run trials as Slurm jobs: time=120,partition=gpu, or a .toml or .json file.")
     ] = None,
     fail_fast: Annotated[bool, flag("Stop at the first trial that fails.", "--fail-fast")] = False,
     retry_failed: Annotated[bool, flag("Run trials again that failed earlier.", "--retry-failed")] = False,

@@ -28,7 +28,6 @@ from moesys.lab.commands.options import (
     Imports,
     argument,
     flag,
-    model_names_known,
     option,
     refusing,
 )
@@ -79,11 +78,7 @@ def simulate_command(
     imports: Imports = None,
     model: Annotated[
         str | None,
-        _model_option(
-            "MODEL",
-            "Name of a packaged model, or a config.json or its folder, instead of FILE.",
-            autocompletion=model_names_known,
-        ),
+        _model_option("MODEL", "Name of a packaged model, or a config.json or its folder, instead of FILE."),
     ] = None,
     source: Annotated[
         str | None,

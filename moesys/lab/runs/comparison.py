@@ -214,14 +214,13 @@ class Comparison(Display):
         return named("moesys.lab.show.comparisons:comparison_sheet")(self)
 
 
-def compare_records(experiment: Experiment, records: Iterable[Record], source: Source | None = None) -> Comparison:
+def compare_records(experiment: Experiment, records: Iterable[Record]) -> Comparison:
     """Compares the strategies of an experiment from the records of its trials; other records are ignored.
 
-    The last record of a trial counts. ``source`` is what the experiment's workload makes them by
-    default. Raises ValueError where a record is of another source: simulated and measured never mix.
+    The last record of a trial counts. Raises ValueError where a record is of another source than the workload makes
+    them: simulated and measured never mix.
     """
-    source = source or experiment.source
-    by_identity = latest(records)
+    source, by_identity = experiment.source, latest(records)
     rows: dict[tuple[str, int], list[tuple[Trial, Record]]] = {
         (strategy.name, repeat): []
         for repeat in range(1 + experiment.repeat_baseline)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -14,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, PositiveInt
 
 from moesys.config import Declaration
 from moesys.config.experiment import Experiment, Trial
@@ -36,7 +35,6 @@ from moesys.lab.runs.places import (
 if TYPE_CHECKING:
     import submitit
 
-_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 _POLL_S = 0.2
 # Cancelled jobs of this machine have this time to end.
 _CANCEL_S = 5.0
@@ -57,7 +55,7 @@ class Slurm(Declaration):
     account: Annotated[str | None, Field(description="--account")] = None
     qos: Annotated[str | None, Field(description="--qos")] = None
     constraint: Annotated[str | None, Field(description="--constraint")] = None
-    time: Annotated[int | str, Field(description="of a job: minutes, or as sbatch takes it, 2:00:00 or 1-12")] = 60
+    time: Annotated[PositiveInt, Field(description="minutes of a job")] = 60
     mem_gb: Annotated[float | None, Field(gt=0, description="--mem, of a node, in GB")] = None
     cpus_per_task: Annotated[PositiveInt | None, Field(description="None: the threads of a rank, or 1")] = None
     gpus_per_node: Annotated[
@@ -70,21 +68,9 @@ class Slurm(Declaration):
         Field(default_factory=dict, description='other options of sbatch, {"reservation": "ours"}; "" for a switch'),
     ]
 
-    @field_validator("time")
-    @classmethod
-    def _is_a_time(cls, value: int | str) -> int | str:
-        if minutes_of(value) < 1:
-            raise ValueError(f"time={value!r} is no time; use minutes, 1 or more, or as sbatch takes it, 2:00:00")
-        return value
-
-    @property
-    def minutes(self) -> int:
-        """``time``, rounded up."""
-        return minutes_of(self.time)
-
 
 def slurm_of(text: str) -> Slurm:
-    """Reads ``partition=gpu,time=2:00:00``, fields of ``Slurm``; or a file of them in JSON or TOML.
+    """Reads ``partition=gpu,time=120``, fields of ``Slurm``; or a file of them in JSON or TOML.
 
     Raises ValueError for others.
     """
@@ -97,21 +83,6 @@ def slurm_of(text: str) -> Slurm:
         return Slurm.model_validate({name.strip(): value.strip() for name, _, value in named})
     except ValueError as error:
         raise ValueError(f"slurm={text!r}: {error}") from None
-
-
-def minutes_of(time: int | str) -> int:
-    """Returns the minutes of a time as sbatch takes it, rounded up; 0 if it is no time.
-
-    minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes or days-hours:minutes:seconds.
-    """
-    if not (match := _TIME.fullmatch(str(time))):
-        return 0
-    days, *rest = match.groups()
-    numbers = [int(part) for part in rest if part is not None]
-    if days is None:
-        numbers = [0] * (3 - len(numbers)) + numbers if len(numbers) > 1 else [0, *numbers, 0]
-    hours, minutes, seconds = [*numbers, 0, 0][:3]
-    return int(days or 0) * 1440 + hours * 60 + minutes + -(-seconds // 60)
 
 
 class SlurmTrials(Place):
@@ -170,7 +141,7 @@ class SlurmTrials(Place):
         }
         executor.update_parameters(
             name=experiment.name,
-            timeout_min=slurm.minutes,
+            timeout_min=slurm.time,
             mem_gb=slurm.mem_gb,
             nodes=nodes,
             tasks_per_node=tasks,

@@ -190,7 +190,6 @@ class DrawnStep:
     max_over_mean: float
     pipeline: PipelineRun = field(repr=False)
     parts: tuple[tuple[SimulatedPart, ...], ...] = field(repr=False)
-    end_seconds: float
 
 
 @dataclass(frozen=True, repr=False)

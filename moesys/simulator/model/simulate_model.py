@@ -109,7 +109,7 @@ def _drawn_step(run: ModelRun, units: Units, parts: Sequence[range], plans: dict
     shares |= {name: float(np.mean([each[name] for each in behind])) for name in behind[0]}
     shares["bubble"] = max(seconds - sum(shares.values()), 0.0)
     tokens = [plan.tokens.max_over_mean for plan in plans.values()]
-    return DrawnStep(seconds, shares, float(np.mean(tokens)), pipeline, found, seconds - pipeline.seconds)
+    return DrawnStep(seconds, shares, float(np.mean(tokens)), pipeline, found)
 
 
 def _ends(pipeline_s: Sequence[float], behind: Sequence[dict[str, float]]) -> list[float]:

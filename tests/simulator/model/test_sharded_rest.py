@@ -94,7 +94,8 @@ def test_over_gloo_nothing_hides_and_gradients_go_round_twice(model: ms.models.M
 def test_what_gloo_sums_at_the_end_of_a_step_goes_round_as_often_as_a_sum_everywhere(dense: str) -> None:
     # Of dense parameters alone, which hide behind next to nothing.
     run = run_of(SMALL, LINKS, Parallelism(dense=dense, ep=4))
-    times = [simulate_model(run.replace(backend=backend)).draws[0].end_seconds for backend in ("nccl", "gloo")]
+    draws = [simulate_model(run.replace(backend=backend)).draws[0] for backend in ("nccl", "gloo")]
+    times = [draw.seconds - draw.pipeline.seconds for draw in draws]
     units = Units.of(run)
     all_of = sum(unit.parameters for unit in (units.embedding, *units.layers, units.head))
     more = max(Ring.of_dense(run).busy_seconds(4 * all_of, run.cluster)) if dense == "optimizer" else 0.0
