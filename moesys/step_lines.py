@@ -5,7 +5,6 @@ A training that is resumed appends lines; where it repeats steps, the newest lin
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import warnings
@@ -14,12 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from pydantic import BeforeValidator, ConfigDict, Field, FiniteFloat, TypeAdapter
+from pydantic import BeforeValidator, ConfigDict, Field
 
-from moesys.config.base import in_words
-from moesys.files import read_bytes, write_whole
 from moesys.journal import Journal
-from moesys.timeline import Span, Timeline
 
 # The fields of a ``LayerLine`` that are drawn over steps.
 SCALARS = ("load_p50", "load_p95", "experts_without_tokens", "exposed_ms", "plan_ms", "restored_mib")
@@ -28,8 +24,6 @@ Count = Annotated[int, Field(ge=-(2**53), le=2**53)]
 # JSON has no nan: null stands for it.
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 _AS_JSON = ConfigDict(extra="forbid", ser_json_inf_nan="null")
-# Lane, start_us, end_us, kind and detail of each.
-_SPANS = TypeAdapter(list[tuple[str, FiniteFloat, FiniteFloat, str, str]])
 
 
 class NumberLog:
@@ -126,31 +120,5 @@ def step_file(folder: Path, rank: int) -> Path:
 
 def step_files(folder: Path) -> dict[int, Path]:
     """Returns the files of steps in ``folder`` by rank, in their order."""
-    return _by_rank(folder, "rank", "jsonl")
-
-
-def write_spans(timeline: Timeline, folder: Path, rank: int) -> None:
-    """Writes what one rank did when, in place of what was written before."""
-    spans = [(span.lane, span.start_us, span.end_us, span.kind, span.detail) for span in timeline.spans]
-    write_whole(folder / f"spans-{rank:04d}.json", json.dumps(spans, separators=(",", ":")))
-
-
-def read_spans(folder: Path) -> Timeline | None:
-    """Returns the spans of all ranks that wrote theirs; None if nobody did."""
-    files = _by_rank(folder, "spans", "json")
-    if not files:
-        return None
-    return Timeline((span for rank, path in files.items() for span in _spans(rank, path)), "measured")
-
-
-def _spans(rank: int, path: Path) -> list[Span]:
-    try:
-        # A timeline refuses spans that overlap.
-        return list(Timeline((Span(rank, *of) for of in _SPANS.validate_json(read_bytes(path))), "measured").spans)
-    except ValueError as error:
-        raise ValueError(f"{path} has no spans of a rank: {in_words(error)}; delete the file") from None
-
-
-def _by_rank(folder: Path, stem: str, suffix: str) -> dict[int, Path]:
-    matches = ((re.fullmatch(rf"{stem}-(\d+)\.{suffix}", path.name), path) for path in folder.iterdir())
+    matches = ((re.fullmatch(r"rank-(\d+)\.jsonl", path.name), path) for path in folder.iterdir())
     return dict(sorted((int(match[1]), path) for match, path in matches if match))

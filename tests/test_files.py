@@ -21,7 +21,7 @@ from moesys.lab.commands.plan_load import read_layout
 from moesys.lab.runs.environment import load_environments
 from moesys.lab.show.run_page import write_index
 from moesys.lab.train.text import load_files
-from moesys.step_lines import read_spans, step_journal
+from moesys.step_lines import step_journal
 from moesys.tuner.costs import TuneJournal
 
 
@@ -119,7 +119,6 @@ READERS: dict[str, Callable[[Path], object]] = {
     "toml": read_toml,
     "journal": lambda path: list(step_journal(path).read()),
     "last line": lambda path: step_journal(path).last(),
-    "spans-0000.json": lambda path: read_spans(path.parent),
     "trace": ms.traces.load_trace,
     "router_trace_rank0.jsonl": lambda path: ms.traces.megatron_trace(path.parent, 4),
     "environment-1.json": lambda path: load_environments(path.parent),

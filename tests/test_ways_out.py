@@ -79,7 +79,7 @@ from moesys.overlap.device_routes import device_split, split_tables
 from moesys.simulator.mega_pass import TileSizes
 from moesys.simulator.model.model_cost import model_flops_per_token
 from moesys.simulator.model.simulate_model import split_evenly
-from moesys.step_lines import StepLine, read_spans
+from moesys.step_lines import StepLine
 from moesys.timeline import Timeline
 from moesys.tuner.costs import Entry, TuneJournal
 from moesys.tuner.timing import Clock

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from moesys.files import FolderLock
 from moesys.moe.experts import Experts, experts_of, require_own_indices
 from moesys.moe.metrics import FiniteChecks, LoadLog
-from moesys.step_lines import SCALARS, EventLine, LayerLine, NumberLog, StepLine, step_file, step_journal, write_spans
-from moesys.timeline import Timeline
+from moesys.step_lines import SCALARS, EventLine, LayerLine, NumberLog, StepLine, step_file, step_journal
 
 
 def _scalars(line: StepLine) -> dict[str, float]:
@@ -139,11 +138,6 @@ class Watch:
             self._journal.append(line, sync=False)
         if self._log is not None:
             self._log(_scalars(line), step=line.step)
-
-    def write_timeline(self, timeline: Timeline) -> None:
-        """Keeps what this rank did when, for the page: ``MoERuntime.timeline()``. It replaces what was kept before."""
-        with _disk_errors_as_warnings(self.folder):
-            write_spans(timeline, self.folder, self.rank)
 
     def close(self) -> None:
         """Stops watching. Lines stand already."""

@@ -32,7 +32,6 @@ from mutated_inputs import (
     printed_by,
     refused,
     same,
-    written,
 )
 
 import moesys as ms
@@ -41,9 +40,7 @@ from moesys.lab.commands.compare import compare_command, report_command
 from moesys.lab.runs.environment import Environment, save_environment
 from moesys.lab.runs.records import RunFolder, record_journal
 from moesys.lab.runs.watched_run import read_watched_run
-from moesys.lab.show.pages import watch_page
-from moesys.step_lines import read_spans, step_journal, write_spans
-from moesys.timeline import Span, Timeline
+from moesys.step_lines import step_journal
 from moesys.traces import Trace, load_trace, megatron_trace, save_trace, vllm_trace
 from moesys.tuner.costs import Entry, TuneJournal
 
@@ -176,10 +173,6 @@ def uncoded(part: Any) -> Any:
 
 def watched_training(folder: Path) -> Attempt:
     watch_cases.write_run(folder, 3, 2, 2)
-    for rank in range(2):
-        write_spans(
-            Timeline([Span(rank, "a", 0.0, 2.0, "k", "d"), Span(rank, "b", 1.0, 3.0, "k")], "measured"), folder, rank
-        )
     wholes = {path: path.read_bytes() for path in folder.iterdir()}
 
     def attempt(draw: Random) -> None:
@@ -187,21 +180,11 @@ def watched_training(folder: Path) -> Attempt:
             path.write_bytes(whole)
         wrong = draw.choice(list(wholes))
         lines = [json.loads(line) for line in wholes[wrong].splitlines()]
-        wrong.write_bytes(json_lines(draw, lines) if wrong.suffix == ".jsonl" else json_bytes(draw, lines[0]))
-        with refused("rank-000", "spans-000"):
-            if wrong.suffix == ".json":
-                timeline = read_spans(folder)
-                assert timeline is not None
-                spans = [
-                    [of.lane, of.start_us, of.end_us, of.kind, of.detail]
-                    for of in timeline.spans
-                    if str(of.rank) in wrong.stem[-1]
-                ]
-                assert same(sorted(spans), sorted(json_said(wrong.read_bytes())))
-            else:
-                found = list(step_journal(wrong).read())
-                said = [json_said(line) for line in wrong.read_bytes().split(b"\n")[:-1]]
-                assert same([asdict(line) for line in found], said)
+        wrong.write_bytes(json_lines(draw, lines))
+        with refused("rank-000"):
+            found = list(step_journal(wrong).read())
+            said = [json_said(line) for line in wrong.read_bytes().split(b"\n")[:-1]]
+            assert same([asdict(line) for line in found], said)
             if draw.random() < (0.1 if SWEEPS else 0.5):
                 printed_by(report_command, folder, folder / "report.html")
                 page = (folder / "report.html").read_text()
@@ -292,17 +275,6 @@ def tokens_of_lines(folder: Path, *counts: tuple[int, ...]) -> None:
 def test_steps_with_other_numbers_of_experts_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"rank-0000\.jsonl: step 1 has 1 experts in layer 0"):
         tokens_of_lines(tmp_path, (1, 2, 3), (1,))
-
-
-def test_control_characters_of_spans_do_not_reach_the_page(tmp_path: Path) -> None:
-    watch_cases.write_run(tmp_path, 1, 1)
-    written(tmp_path, "spans-0000.json", [["a", 0.0, 2.0, "k\0", "d\0"]])
-    with warnings.catch_warnings():
-        # Of characters that a font does not have.
-        warnings.simplefilter("ignore", UserWarning)
-        page = watch_page(read_watched_run(tmp_path))
-    assert "\0" not in page
-    assert "d\\x00" in page
 
 
 def test_a_trace_without_iterations_is_not_numbered(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import moesys as ms
 from moesys.balance.layout_schedule import PlanEvent
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.runs.watched_run import read_watched_run
-from moesys.step_lines import StepLine, read_spans, step_journal
+from moesys.step_lines import StepLine, step_journal
 
 H, NUM_RANKS, MICRO_BATCHES = 16, 2, 3
 SHAPE = ms.ModelShape(hidden_size=H, intermediate_size=16, num_experts=6, top_k=2)
@@ -50,7 +50,7 @@ Logged = list[tuple[int, dict[str, float]]]
 def train_watched(folder: Path, strategy: ms.Strategy, checkpointed: bool) -> tuple[Plans, Logged]:
     """Three steps, and an evaluation after each. Returns plans by step, micro-batch and layer, and what was logged."""
     model = two_layers(strategy)
-    runtime = ms.link(model, record_spans=True)
+    runtime = ms.link(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     plans: Plans = []
     logged: Logged = []
@@ -73,7 +73,6 @@ def train_watched(folder: Path, strategy: ms.Strategy, checkpointed: bool) -> tu
                 model.eval()(x)
             model.train()
             watch.begin()
-        watch.write_timeline(runtime.timeline())
     runtime.close()
     return plans, logged
 
@@ -111,9 +110,6 @@ def test_lines_say_what_plans_were(ranks: LocalRanks, tmp_path: Path, strategy: 
                 assert sum(tokens_E) == NUM_RANKS * MICRO_BATCHES * 24 * SHAPE.top_k
                 assert layer["exposed_ms"] > 0
                 assert (layer["restored_mib"] > 0) == (strategy is FSEP)
-    spans = read_spans(tmp_path)
-    assert spans is not None
-    assert {span.rank for span in spans.spans} == {0, 1}
 
 
 def train_with_a_fault(folder: Path, place: str, value: float) -> None:

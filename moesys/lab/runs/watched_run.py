@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moesys.load import IntArray
-from moesys.step_lines import EventLine, StepLine, read_spans, step_files, step_journal
-from moesys.timeline import Timeline
+from moesys.step_lines import EventLine, StepLine, step_files, step_journal
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -60,7 +59,6 @@ class WatchedRun:
     restored_mib_SL: FloatArray
     tokens_E: dict[int, IntArray]
     events: tuple[RunEvent, ...]
-    timeline: Timeline | None
 
     def samples(self) -> dict[str, FloatArray]:
         """Returns metrics of each step [S] by their names in tables: the mean load of layers, and sums over them."""
@@ -119,7 +117,6 @@ def read_watched_run(folder: Path) -> WatchedRun:
         **{f"{name}_SL": _beside([of[name] for of in by_layer], steps_S) for name in (*_FIELDS, "worst_exposed_ms")},
         tokens_E=dict(sorted(tokens_E.items())),
         events=tuple(sorted(events, key=lambda event: event.step)),
-        timeline=read_spans(folder),
     )
 
 

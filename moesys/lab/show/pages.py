@@ -27,7 +27,6 @@ from moesys.lab.runs.watched_run import NEWEST_STEPS, FloatArray, WatchedRun
 from moesys.lab.show.figures import COUNTS, OKABE_ITO, STYLE, TimelinePanel, draw_timelines, placed_rows, short, style
 from moesys.lab.show.sheets import Sheet, rows_of, written_columns
 from moesys.load import IntArray
-from moesys.timeline import Timeline
 
 # The colour of texts and axes in figures. The page replaces it by its own colour of text, and blue by its own blue.
 _INK = "#010203"
@@ -182,13 +181,6 @@ def watch_page(run: WatchedRun) -> str:
     parts.append(section("By layer", _layer_table(run), _LAYER_NOTE))
     parts += _times(run, bins)
     parts.append(section("Events", _events(run), _EVENTS_NOTE))
-    if run.timeline is not None and run.timeline.spans:
-        newest = sorted(run.timeline.spans, key=lambda span: span.start_us)[-_MOST_SPANS:]
-        num_older = len(run.timeline.spans) - len(newest)
-        note = f"The newest spans; {num_older:,} before them are not drawn." if num_older else ""
-        ranks = tuple(sorted({span.rank for span in newest}))
-        panel = TimelinePanel(run.folder.resolve().name, Timeline(newest, run.timeline.source), ranks)
-        parts.append(section("Timeline", timelines([panel], title), note))
     return page(run.folder.resolve().name, parts)
 
 

@@ -26,8 +26,8 @@ from moesys.lab.show.pages import Bins, curves
 from moesys.simulator.simulation import PathPart
 from moesys.timeline import Span, Timeline
 
-RATIO = PairedRatio(8, 1.2, 1.1, 1.3, 0.01)
-UNCLEAR = PairedRatio(8, 1.1, 0.9, 1.3, 0.4)
+RATIO = PairedRatio(8, 1.2, 1.1, 1.3)
+UNCLEAR = PairedRatio(8, 1.1, 0.9, 1.3)
 PATH = (
     PathPart(0, "link out", "dispatch", "layer 0 forward 0", 0.0005, 0.25),
     PathPart(0, "compute", "experts", "layer 0 forward 0", 0.0015, 0.75),
@@ -97,6 +97,16 @@ def test_rows_of_a_timeline_have_passes_the_critical_path_and_idle_time():
     assert idle == [(0, 0.5), (0, 0.5), (1.5, 2.0)]
     marked = [row.owner for row in (first, dispatch, second) for bar in row.bars if bar.on_path]
     assert marked == ["rank 0", "rank 0"]
+
+
+def test_times_of_a_measured_timeline_begin_with_its_first_span():
+    spans = [Span(0, "compute", 1000, 3000, "experts"), Span(1, "dispatch", 500, 1000, "dispatch")]
+    _, first, second = TimelinePanel("step", Timeline(spans, "measured"), (0, 1)).rows()
+    assert [(bar.kind, bar.start_ms, bar.end_ms) for bar in (*first.bars, *second.bars)] == [
+        ("experts", 0.5, 2.5),
+        ("idle", 0.0, 0.5),
+        ("dispatch", 0.0, 0.5),
+    ]
 
 
 def test_strategies_are_below_one_another_on_one_scale_and_short_spans_keep_their_colour():

@@ -220,7 +220,7 @@ def test_every_command_that_prints_a_table_has_the_option():
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 SPREAD = Quantiles.of([11234.5, 12234.5, 13234.5])
-RATIO = PairedRatio(8, 1.234, 1.1, 1.38, 0.01)
+RATIO = PairedRatio(8, 1.234, 1.1, 1.38)
 PLANNER = "greedy(effort=4, min_replicas=2) + flow(max_inter_node=seconds)"
 FED = {
     "planner-scale": [SizeRow("1,024 ranks, 256 experts", PLANNER, 1234.567, 12.345, 1.2345, 2.3456, 0.0123)] * 2,

@@ -120,11 +120,11 @@ def test_a_busy_machine_is_named(busy: float, told: bool):
 @pytest.mark.parametrize(
     ("ratio", "words"),
     [
-        (PairedRatio(8, 1.234, 1.1, 1.38, 0.01), "1.23 [1.10, 1.38]"),
-        (PairedRatio(8, 1.02, 0.95, 1.09, 0.4), "~ 1.02 [0.95, 1.09]"),
-        (PairedRatio(3, 1.02, 0.95, 1.09, 0.4), "~ 1.02 [0.95, 1.09]"),
-        (PairedRatio(3, 1.23, 1.1, 1.38, 0.25), "? 1.23 [1.10, 1.38]"),
-        (PairedRatio(1, 1.23, None, None, 1.0), "? 1.23"),
+        (PairedRatio(8, 1.234, 1.1, 1.38), "1.23 [1.10, 1.38]"),
+        (PairedRatio(8, 1.02, 0.95, 1.09), "~ 1.02 [0.95, 1.09]"),
+        (PairedRatio(3, 1.02, 0.95, 1.09), "~ 1.02 [0.95, 1.09]"),
+        (PairedRatio(3, 1.23, 1.1, 1.38), "? 1.23 [1.10, 1.38]"),
+        (PairedRatio(1, 1.23, None, None), "? 1.23"),
     ],
 )
 def test_a_ratio_says_how_sure_it_is(ratio, words):

@@ -24,8 +24,6 @@ from moesys.__main__ import app
 from moesys.lab.runs.watched_run import read_watched_run
 from moesys.lab.show import pages
 from moesys.lab.show.pages import Bins, heat_map, watch_page
-from moesys.step_lines import write_spans
-from moesys.timeline import Span, Timeline
 
 HINT = re.compile(
     r'<rect class="hint" x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)"><title>([^<]*)</title></rect>'
@@ -173,28 +171,6 @@ def test_experts_layers_and_events_are_shown(tmp_path: Path) -> None:
     cells = [title for *_, title in HINT.findall(section(page, "Load by layer over steps"))]
     assert cells[3] == "layer 1, step 1: none"
     assert "plan <due> at 1 & late" in unescape(section(page, "Events"))
-
-
-def test_spans_are_drawn_where_there_are_some(tmp_path: Path) -> None:
-    write_run(tmp_path, num_steps=1, num_layers=1)
-    assert "<h2>Timeline</h2>" not in page_of(tmp_path)
-    for rank in range(2):
-        spans = [
-            Span(rank, "compute", 1000.0, 3000.0, "experts"),
-            Span(rank, "dispatch", 0.0, 1000.0, "dispatch", "c 0"),
-        ]
-        write_spans(Timeline(spans, "measured"), tmp_path, rank)
-    page = page_of(tmp_path)
-    assert_whole_and_alone(page)
-    drawn = section(page, "Timeline")
-    texts = re.findall(r">([^<>]+)</text>", drawn)
-    assert {"rank 0", "rank 1", "compute", "dispatch", "experts", "ms"} <= set(texts)
-    hints = HINT.findall(drawn)
-    assert [title for *_, title in hints].count("rank 1, compute: experts, 2 ms") == 1
-    width_of = {title: float(width) for _, _, width, _, title in hints}
-    assert width_of["rank 0, compute: experts, 2 ms"] == pytest.approx(
-        2 * width_of["rank 0, dispatch: dispatch c 0, 1 ms"], rel=1e-3
-    )
 
 
 def test_pages_of_any_size_are_whole(tmp_path: Path) -> None:
