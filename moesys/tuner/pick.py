@@ -8,7 +8,7 @@ one field, until none of them is faster. The search is deterministic given a see
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice, zip_longest
 
@@ -89,18 +89,14 @@ class TunePick:
         return tuple(Draws(strategy, own_ms, ms[self.baseline]) for strategy, own_ms in ms.items())
 
     def to_toml(self, decided: str) -> str:
-        """Returns the strategy as a file, with the reason for each field as a comment. ``decided``: how much faster it
-        is, in words.
+        """Returns the strategy as a file, below comments with the reason for each field. ``decided``: how much faster
+        it is, in words.
         """
         counted = f"{self.search.num_points} of {self.space.num_combinations} combinations looked at"
         trials = f", {self.timing.num_trials} timed trials" if self.timing else ""
-        head = (
-            f"# Found by moesys tune: {counted}{trials}.\n"
-            f"# {decided}\n"
-            "# Beside a field: the best other value that was tried, and what it would cost.\n"
-        )
-        reasons = {choice.field: str(choice) for choice in self.choices if choice.next_best is not None}
-        return head + "\n".join(_commented(self.strategy.to_toml(), reasons)) + "\n"
+        lines = [f"Found by moesys tune: {counted}{trials}.", decided]
+        lines += [f"{of.field} = {of.value}: {of}" for of in self.choices if of.next_best is not None]
+        return "".join(f"# {line}\n" for line in lines) + self.strategy.to_toml()
 
 
 def tune_workload(
@@ -237,21 +233,6 @@ def _choice_of(path: str, pick: Strategy, looks: Sequence[tuple[float, Sequence[
                 shown = value_words(getattr(other, name) if is_field else other)
                 return Choice(path, value_words(value), shown, one.ms / pick_ms - 1)
     return Choice(path, value_words(value))
-
-
-def _commented(toml: str, reasons: dict[str, str]) -> Iterator[str]:
-    """Yields lines of TOML with the reason behind the line of a field or of a table. A field that is None, which TOML
-    cannot express, gets a line of its own in its table.
-    """
-    table, lines = "", []
-    for line in toml.splitlines():
-        table = line.strip("[]") if line.startswith("[") else table
-        lines.append((line, table if line.startswith("[") else f"{table}.{line.partition('=')[0].strip()}".lstrip(".")))
-    absent = sorted(reasons.keys() - {path for _, path in lines})
-    for line, path in lines:
-        yield f"{line}  # {reasons[path]}" if path in reasons else line
-        if line.startswith("["):
-            yield from (f"# {name} is none: {reasons[name]}" for name in absent if name.startswith(f"{path}."))
 
 
 # One in this number of points gets the next longer look, and at least so many points.
