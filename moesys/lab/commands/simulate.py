@@ -37,13 +37,12 @@ from moesys.lab.runs.records import numbered
 from moesys.lab.runs.statistics import paired_ratio
 from moesys.lab.runs.trials import SimulatedStep, has_seeds, simulated_cluster, simulated_steps, simulated_workload
 from moesys.lab.show.comparisons import ratio_words, unclear_rows
-from moesys.lab.show.figures import TimelinePanel, draw_timelines, save, shown_ranks, style, write_chrome_trace
+from moesys.lab.show.figures import shown_ranks, write_chrome_trace
 from moesys.lab.show.progress import status_line
 from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, figure, publish
 from moesys.simulator.simulation import Simulation, by_place, exposed_ms
 
 MOST_TRACED_RANKS = 64
-MOST_DRAWN_RANKS = 4
 _FILE_PANEL, _MODEL_PANEL = "Options with FILE, an experiment", "Options with --model, a whole model"
 _file_option = partial(option, rich_help_panel=_FILE_PANEL)
 _model_option = partial(option, rich_help_panel=_MODEL_PANEL)
@@ -148,7 +147,7 @@ def _simulate(name: str, todo: Sequence[Todo], words: str, model_layers: int | N
                 shape = shape or _shape_words(step.plans[0])
         # Files are written first, because the reader of the printed table may close the pipe.
         out = output.folder
-        files = [] if out is None else _write(found, out, f"SIMULATED: {name}, {shape}")
+        files = [] if out is None else _write(found, out)
     sheet = step_sheet(f"SIMULATED: {name}, {shape}", found, words)
     publish(Report("simulate", "", "simulated", [sheet]), replace(output, folder=None))
     if files:
@@ -207,25 +206,17 @@ def _shape_words(plan: StepPlan) -> str:
     return f"one step of {layers} on {ranks} of {counted(cluster.num_nodes, 'node')}{where}"
 
 
-def _by_stem(of_strategies: Sequence[StepDraws]) -> Iterator[tuple[str, StepDraws]]:
-    """Yields file names: that of the strategy, with a number if another strategy would have the same."""
-    taken: list[str] = []
-    for of in of_strategies:
-        taken.append(next(name for name in numbered(re.sub(r"[^\w.+-]", "_", of.name)) if name not in taken))
-        yield taken[-1], of
-
-
-def _write(found: Sequence[StepDraws], out: Path, title: str) -> list[Path]:
-    """Writes a trace of the first draw of each strategy for Perfetto, and a chart of all."""
-    paths, panels = [], []
-    for stem, draws in _by_stem(found):
-        of = draws.first
-        traced = of.timeline.only(shown_ranks(of, MOST_TRACED_RANKS))
-        paths.append(write_chrome_trace(traced, out / f"{stem}.trace.json", of.critical_path))
-        ranks = tuple(shown_ranks(of, MOST_DRAWN_RANKS))
-        panels.append(TimelinePanel(draws.name, of.timeline, ranks, of.critical_path))
-    with style():
-        return [*paths, *save(draw_timelines(panels, title=title), out / "timelines")]
+def _write(found: Sequence[StepDraws], out: Path) -> list[Path]:
+    """Writes a trace of the first draw of each strategy for Perfetto. It is named after the strategy, with a number if
+    another one would have the same name.
+    """
+    paths: list[Path] = []
+    for draws in found:
+        names = numbered(re.sub(r"[^\w.+-]", "_", draws.name))
+        path = next(each for name in names if (each := out / f"{name}.trace.json") not in paths)
+        traced = draws.first.timeline.only(shown_ranks(draws.first, MOST_TRACED_RANKS))
+        paths.append(write_chrome_trace(traced, path, draws.first.critical_path))
+    return paths
 
 
 class StepDraws:

@@ -1,8 +1,8 @@
 """Figures: timelines on one scale, and speed-ups with intervals. It also writes timelines for Perfetto.
 
-A ``draw_*`` function returns a figure in matplotlib's current style; ``save`` writes one as SVG and PNG. Every title
-says ``MEASURED`` or ``SIMULATED``. The same data gives the same bytes of SVG. Colours are told apart by colour-blind
-eyes (Okabe and Ito's palette); in maps, dark means many.
+A ``draw_*`` function returns a figure in matplotlib's current style. Every title says ``MEASURED`` or ``SIMULATED``.
+The same data gives the same bytes of SVG. Colours are told apart by colour-blind eyes (Okabe and Ito's palette); in
+maps, dark means many.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from moesys.config.base import python_value
-from moesys.files import whole_file, write_whole
+from moesys.files import write_whole
 from moesys.lab.runs.comparison import SPEED, Comparison
 from moesys.lab.runs.statistics import PairedRatio, seed_ratios
 from moesys.lab.show.comparisons import ratio_words
@@ -350,17 +350,6 @@ def draw_speedups(comparison: Comparison, new: Callable[..., Figure] = Figure) -
         single={row.name: seed_ratios(baseline, row.samples[SPEED]).values() for row in rows},
         new=new,
     )
-
-
-def save(figure: Figure, path_stem: Path) -> list[Path]:
-    """Writes a figure to ``<path_stem>.svg`` and ``<path_stem>.png``, and returns both paths."""
-    path_stem.parent.mkdir(parents=True, exist_ok=True)
-    svg, png = (path_stem.with_name(f"{path_stem.name}.{form}") for form in ("svg", "png"))
-    with whole_file(svg) as file:
-        figure.savefig(file, format="svg", metadata={"Date": None})
-    with whole_file(png) as file:
-        figure.savefig(file, format="png", dpi=150)
-    return [svg, png]
 
 
 def _ink() -> str:
