@@ -129,7 +129,7 @@ def record(recipe: Recipe, text: Text, quiet: bool = False) -> Trace:
                 else:
                     _move_bias(router.e_score_correction_bias, ids_TK)
     meta = {"source": "python -m benchmarks record-routing", "text": text.fingerprint[:16], "about": recipe.about}
-    return Trace(np.stack(counted), config.num_experts_per_tok, recipe.name, meta, recipe.steps)
+    return Trace(np.stack(counted), config.num_experts_per_tok, recipe.name, meta)
 
 
 def facts(trace: Trace) -> Iterator[str]:

@@ -18,7 +18,6 @@ import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -53,17 +52,15 @@ class Trace(Display):
     """Tokens that each source rank routes to each expert, ``tokens_SLRE`` int64 [S, L, R, E], read-only.
 
     ``top_k``: experts a token goes to, so that a rank's counts in a layer sum to T·K. ``meta``: whatever says where the
-    trace is from. ``iterations``: the number of each micro-batch in the run it is from, rising, where not every one was
-    recorded; 0 to S-1 if left out. Raises ValueError for negative counts, empty dimensions, a name or ``meta`` that is
-    no text or has control characters, and counts that no router makes: an expert that has more tokens of a rank than
-    the rank has, which are its counts' sum divided by ``top_k``.
+    trace is from. Raises ValueError for negative counts, empty dimensions, a name or ``meta`` that is no text or has
+    control characters, and counts that no router makes: an expert that has more tokens of a rank than the rank has,
+    which are its counts' sum divided by ``top_k``.
     """
 
     tokens_SLRE: IntArray
     top_k: int
     name: str = ""
     meta: dict[str, str] = field(default_factory=dict)
-    iterations: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         tokens_SLRE = frozen_int64("tokens_SLRE", self.tokens_SLRE, num_dims=4)
@@ -83,15 +80,7 @@ class Trace(Display):
         for text in (self.name, *self.meta, *self.meta.values()):
             if not isinstance(text, str) or CONTROL.search(text):
                 raise ValueError(f"the name or meta has {text!r}; give text without control characters")
-        iterations = tuple(map(int, self.iterations)) or tuple(range(len(tokens_SLRE)))
-        if len(iterations) != len(tokens_SLRE):
-            raise ValueError(
-                f"iterations has {len(iterations)} numbers for {len(tokens_SLRE)} micro-batches; give each one"
-            )
-        if fall := next((pair for pair in pairwise(iterations) if pair[0] >= pair[1]), None):
-            raise ValueError(f"iterations goes from {fall[0]} to {fall[1]}; give micro-batches in their order")
         object.__setattr__(self, "tokens_SLRE", tokens_SLRE)
-        object.__setattr__(self, "iterations", iterations)
 
     @property
     def num_micro_batches(self) -> int:
@@ -139,8 +128,7 @@ class Trace(Display):
 
     def fold(self, num_ranks: int) -> Trace:
         """Returns the trace for a cluster of ``num_ranks`` = R·n ranks: n consecutive micro-batches become one, in
-        which source rank j·R + r is rank r of the j-th of them, and which has the first one's number. What does not
-        fill a micro-batch at the end is dropped.
+        which source rank j·R + r is rank r of the j-th of them. What does not fill a micro-batch at the end is dropped.
 
         Raises ValueError where ``num_ranks`` is no multiple of R or more than all micro-batches give.
         """
@@ -155,7 +143,7 @@ class Trace(Display):
             )
         whole = self.tokens_SLRE[: S // n * n].reshape(S // n, n, L, R, E)
         tokens_SLRE = whole.swapaxes(1, 2).reshape(S // n, L, num_ranks, E)
-        return Trace(tokens_SLRE, self.top_k, self.name, self.meta, self.iterations[: S // n * n : n])
+        return Trace(tokens_SLRE, self.top_k, self.name, self.meta)
 
     def scaled(self, tokens_per_rank: int) -> Trace:
         """Returns the trace with every source rank's counts scaled to sum to exactly ``tokens_per_rank`` · ``top_k``:
@@ -209,9 +197,7 @@ def save_trace(trace: Trace, path: str | Path) -> None:
     narrow_SLRE = trace.tokens_SLRE.astype(np.min_scalar_type(trace.tokens_SLRE.max()))
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
-        np.savez_compressed(
-            file, header=np.array(json.dumps(header)), tokens_SLRE=narrow_SLRE, iterations_S=trace.iterations
-        )
+        np.savez_compressed(file, header=np.array(json.dumps(header)), tokens_SLRE=narrow_SLRE)
 
 
 def load_trace(path: str | Path) -> Trace:
@@ -227,14 +213,15 @@ def load_trace(path: str | Path) -> Trace:
         # numpy does not close a file of its own that is torn.
         with opened(Path(path)) as stored, np.load(stored, allow_pickle=False) as file:
             _check_size(file.zip)
-            header, tokens_SLRE = pydantic_core.from_json(str(file["header"])), file["tokens_SLRE"]
-            iterations_S = file["iterations_S"] if "iterations_S" in file else np.arange(len(tokens_SLRE))
+            # Files of earlier releases have the numbers of micro-batches, too.
+            arrays = {name: file[name] for name in file.files}
+            header = pydantic_core.from_json(str(arrays.pop("header")))
         version, top_k, name, meta = (header[field] for field in ("version", "top_k", "name", "meta"))
         if version != FORMAT_VERSION:
             raise ValueError(f"its version is {version}, this moesys reads {FORMAT_VERSION}")
-        if type(top_k) is not int or iterations_S.dtype.kind not in "iu" or not iterations_S.size:
-            raise ValueError("its top_k or iterations are no whole numbers")
-        return Trace(tokens_SLRE, top_k, name, meta, tuple(iterations_S.tolist()))
+        if type(top_k) is not int or any(array.dtype.kind not in "iu" for array in arrays.values()):
+            raise ValueError("its top_k or an array has no whole numbers")
+        return Trace(arrays["tokens_SLRE"], top_k, name, meta)
     except KeyError as error:
         raise ValueError(f"{path} is no trace: {error.args[0]}; {way_out}") from None
     # Damaged bytes make zipfile and numpy raise almost any error.
@@ -363,7 +350,7 @@ def megatron_trace(folder: str | Path, num_experts: int) -> Trace:
         raise ValueError(f"{folder}: not every step has all {len(layers)} layers; leave the steps out that were cut")
     tokens_SLRE = [[[counts[step, layer][0] for counts in of_rank.values()] for layer in layers] for step in steps]
     widths = {top_k for counts in of_rank.values() for _, top_k in counts.values()}
-    return _imported(np.array(tokens_SLRE), widths, Path(folder), "Megatron", tuple(steps))
+    return _imported(np.array(tokens_SLRE), widths, Path(folder), "Megatron")
 
 
 def vllm_trace(path: str | Path, num_experts: int, num_ranks: int, responses_per_rank: int) -> Trace:
@@ -540,12 +527,10 @@ def _checked(parsed: Callable[[str], T], line: str, where: str) -> T:
         raise ValueError(f"{where} holds no routing: {error}") from None
 
 
-def _imported(
-    tokens_SLRE: IntArray, widths: set[int], source: Path, tool: str, iterations: tuple[int, ...] = ()
-) -> Trace:
+def _imported(tokens_SLRE: IntArray, widths: set[int], source: Path, tool: str) -> Trace:
     top_k, name = _one_top_k(widths, source), source.name if source.is_dir() else source.stem
     try:
-        return Trace(tokens_SLRE, top_k, name, {"from": tool}, iterations)
+        return Trace(tokens_SLRE, top_k, name, {"from": tool})
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
 

@@ -47,7 +47,7 @@ RANK_1 = [
 
 def test_a_folder_of_megatron_is_counted(tmp_path: Path) -> None:
     trace = megatron_trace(write_ranks(tmp_path, RANK_0, RANK_1), num_experts=4)
-    assert (trace.top_k, trace.iterations) == (2, (10, 12))
+    assert trace.top_k == 2
     assert trace.tokens_SLRE.tolist() == [
         [[[2, 1, 1, 0], [1, 0, 2, 1]], [[0, 1, 1, 2], [1, 0, 0, 1]]],
         [[[0, 2, 1, 1], [1, 1, 0, 0]], [[2, 2, 0, 0], [0, 0, 1, 1]]],

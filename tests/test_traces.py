@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from itertools import pairwise
 
 import numpy as np
@@ -186,26 +185,11 @@ def test_spread_sets_ranks_apart():
 
 @pytest.mark.parametrize("number", [np.int64, np.uint8, np.array, torch.tensor])
 def test_numbers_of_numpy_and_torch_are_written_as_those_of_python(number, tmp_path):
-    trace = Trace(np.full((2, 1, 2, 4), 8), top_k=number(2), iterations=(number(3), number(5)))
+    trace = Trace(np.full((2, 1, 2, 4), 8), top_k=number(2))
     save_trace(trace, tmp_path / "trace.npz")
-    assert (load_trace(tmp_path / "trace.npz").top_k, load_trace(tmp_path / "trace.npz").iterations) == (2, (3, 5))
+    assert load_trace(tmp_path / "trace.npz").top_k == 2
     # 400 routed tokens, which are more than a byte counts
     assert (trace.scaled(number(200)).tokens_SLRE.sum(axis=-1) == 400).all()
-
-
-# --- iterations ---
-
-
-def test_micro_batches_have_the_numbers_of_their_run(tmp_path):
-    trace, path = dataclasses.replace(TRACE, iterations=(5, 15, 25, 35)), tmp_path / "a.npz"
-    save_trace(trace, path)
-    assert load_trace(path).iterations == trace.iterations == trace.scaled(7).iterations
-    assert trace.fold(4).iterations == (5, 25)
-    assert TRACE.iterations == (0, 1, 2, 3)
-    # A file without them counts from zero.
-    header = {"version": 1, "top_k": 2, "name": "", "meta": {}}
-    np.savez(path, header=np.array(json.dumps(header)), tokens_SLRE=TRACE.tokens_SLRE)
-    assert load_trace(path).iterations == (0, 1, 2, 3)
 
 
 def test_what_would_not_be_read_is_not_written(tmp_path, monkeypatch):
