@@ -278,11 +278,10 @@ def test_steps_with_other_numbers_of_experts_are_named(tmp_path: Path) -> None:
 
 def test_a_trace_of_an_earlier_release_has_whole_numbers(tmp_path: Path) -> None:
     header = np.array(json.dumps({"version": 1, "top_k": 2, "name": "", "meta": {}}))
-    np.savez(tmp_path / "trace.npz", header=header, tokens_SLRE=TRACE.tokens_SLRE, iterations_S=np.array([0, 1, 2]))
+    arrays = {"header": header, "tokens_SLRE": TRACE.tokens_SLRE}
+    np.savez(tmp_path / "trace.npz", **arrays, iterations_S=np.array([0, 1, 2]))
     assert load_trace(tmp_path / "trace.npz").digest == TRACE.digest
-    np.savez(
-        tmp_path / "trace.npz", header=header, tokens_SLRE=TRACE.tokens_SLRE, iterations_S=np.array([0, 1, np.inf])
-    )
+    np.savez(tmp_path / "trace.npz", **arrays, iterations_S=np.array([0, 1, np.inf]))
     with pytest.raises(ValueError, match=r"trace\.npz is no trace: its top_k or an array has no whole numbers"):
         load_trace(tmp_path / "trace.npz")
 
