@@ -90,9 +90,8 @@ class Sheet:
 
 @dataclass(frozen=True)
 class WrittenColumn:
-    """A column as text. ``field``: the field or property that declares it."""
+    """A column as text."""
 
-    field: str
     header: str
     cells: tuple[str, ...]
     align: Literal["left", "right"]
@@ -172,7 +171,7 @@ def written_columns(sheet: Sheet) -> list[WrittenColumn]:
                 cells = tuple(printable(column.words(value)) for value in of_rows)
                 if header and any(cells):
                     align = column.align or ("right" if any(map(_is_number, cells)) else "left")
-                    written.append(WrittenColumn(name, header, cells, align, column.wraps, column.kept))
+                    written.append(WrittenColumn(header, cells, align, column.wraps, column.kept))
     if written:
         written[0] = replace(written[0], kept=True)
     return written
