@@ -41,7 +41,7 @@ COMMANDS = {
         "one of these for each seed, are compared with the first one.",
         (
             "moesys compare runs/demo-1234abcd",
-            "moesys compare runs/first-1234abcd runs/more-1234abcd --format markdown",
+            "moesys compare runs/first-1234abcd runs/more-1234abcd --json",
             "moesys compare runs/demo-1234abcd --metric router_entropy",
             "moesys compare watched/ep watched/fsep",
         ),

@@ -445,7 +445,7 @@ def test_nothing_is_imported_for_a_record(file, tmp_path, monkeypatch, capsys):
     (tmp_path / "hostile.py").write_text(f"import pathlib\npathlib.Path({str(trace)!r}).touch()\n{FILE}")
     recorded = folder / "experiment.json"
     recorded.write_text(recorded.read_text().replace('"in_turn:', '"hostile:'))
-    assert moesys("compare", folder) == moesys("compare", folder, "--format", "json") == 0
+    assert moesys("compare", folder) == moesys("compare", folder, "--json") == 0
     assert '"hostile:InTurn"' in capsys.readouterr().out
     assert [row.strategy.balance.kind for row in ms.compare([folder])[0].rows] == ["static", "hostile:InTurn"]
     for changed in (experiment, experiment.replace(seeds=(0, 1))):

@@ -116,7 +116,7 @@ def main(folder: Path) -> None:
         command("run", file, "--out", folder / "runs")
     command("tune", folder / "simulated.json", "--out", folder / "tuned", "--budget", 8, "--jobs", 1)
     (run,) = (folder / "runs").glob("simulated-*")
-    (folder / "compared.json").write_text(command("compare", run, "--format", "json"))
+    (folder / "compared.json").write_text(command("compare", run, "--json"))
     np.save(folder / "load.npy", np.arange(1, 17).reshape(4, 4) ** 2)
     plan = ("plan", "--load", folder / "load.npy", "--cluster", "2x2", "--slots", 2)
     command(*plan, "--out", folder / "plan.json")

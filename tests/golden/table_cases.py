@@ -1,4 +1,4 @@
-"""Golden tables: recorded experiments in every format of ``moesys compare``.
+"""Golden tables: recorded experiments in both forms of ``moesys compare``.
 
 ``simulated`` is run here, through the runner. ``measured`` has its records beside this file; their times nobody's clock
 has made. One trial failed, and one strategy's losses differ.
@@ -17,7 +17,7 @@ import moesys as ms
 from moesys.__main__ import app
 
 RECORDED = Path(__file__).with_name("measured.jsonl")
-FORMATS = ("table", "markdown", "json")
+FORMS: dict[str, list[str]] = {"table": [], "json": ["--json"]}
 # more than 12 digits
 LONG_FRACTION = re.compile(r"(?=[\d.]{14})\d+\.\d+(?:e[-+]?\d+)?")
 
@@ -71,8 +71,8 @@ def table_files(folder: Path) -> Iterator[tuple[str, str]]:
     trials = [*of_model.trials(), *by_clock.trials()]
     yield "identities.txt", "".join(f"{trial.strategy.name}: {trial.identity}\n" for trial in trials)
     for name, run in ("simulated", _simulated_run(of_model, folder)), ("measured", _measured_run(by_clock, folder)):
-        for form in FORMATS:
-            printed = CliRunner().invoke(app, ["compare", str(run), "--format", form], catch_exceptions=False)
+        for form, options in FORMS.items():
+            printed = CliRunner().invoke(app, ["compare", str(run), *options], catch_exceptions=False)
             # rich fills lines of tables with blanks
             lines = [line.rstrip() for line in printed.stdout.splitlines()]
             yield f"{name}.{form}.txt", LONG_FRACTION.sub(_in_12_digits, "\n".join(lines) + "\n")

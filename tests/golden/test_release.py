@@ -54,7 +54,7 @@ def test_a_run_folder_is_gone_on_with(release: Path, name: str) -> None:
 
 def test_a_run_folder_is_compared(release: Path) -> None:
     (folder,) = (release / "runs").glob("simulated-*")
-    here, there = command("compare", folder, "--format", "json"), (RELEASE / "compared.json").read_text()
+    here, there = command("compare", folder, "--json"), (RELEASE / "compared.json").read_text()
     shortened = [LONG_FRACTION.sub(lambda found: f"{float(found[0]):.12g}", text) for text in (here, there)]
     of_now, of_release = map(json.loads, shortened)
     # Its words are others now.

@@ -17,12 +17,9 @@ from moesys.files import read_bytes, write_whole
 from moesys.kinds import did_you_mean
 from moesys.lab.commands.options import (
     AsJson,
-    FormatOption,
     OutFile,
-    OutputFormat,
     Wide,
     argument,
-    chosen_format,
     option,
     refusing,
 )
@@ -31,7 +28,7 @@ from moesys.lab.runs.environment import Environment, differences, load_environme
 from moesys.lab.runs.records import RunFolder, other_kind, setting_fingerprint
 from moesys.lab.runs.runner import RunResult
 from moesys.lab.runs.watched_run import read_watched_run
-from moesys.lab.show.comparisons import comparison_json, comparison_markdown, comparison_sheet, watched_sheet
+from moesys.lab.show.comparisons import comparison_json, comparison_sheet, watched_sheet
 from moesys.lab.show.sheets import CommandOutput, Report, print_sheet, publish
 from moesys.step_lines import step_files
 
@@ -51,23 +48,21 @@ def compare(runs: Path | str | Sequence[Path | str]) -> list[Comparison]:
 @refusing()
 def compare_command(
     folders: Annotated[list[Path], argument("RUN", "Run folders, such as runs/demo-1234abcd, or those of ms.Watch.")],
-    form: FormatOption = "table",
     as_json: AsJson = False,
     wide: Wide = False,
     metric: Annotated[list[str] | None, option("NAME", "Metric to add as a column; may be repeated.")] = None,
 ) -> int:
     """Prints a table for each model, cluster and workload among ``folders``, or one of watched trainings."""
-    form = chosen_format(form, as_json)
     # For runs/* a shell gives the list of runs, the charts of sweeps and the folders of other commands too.
     there = [each for each in folders if not each.is_file()] or folders
     if all(watched := [_watched(each) for each in there]) and len(there) > 1:
-        if form not in ("table", "json") or metric:
-            raise ValueError("watched trainings are compared in a table, or with --json; leave out other options")
+        if metric:
+            raise ValueError("--metric is for run folders, and these are watched trainings; leave it out")
         trainings = {}
         for folder, of_seeds in zip(there, watched, strict=True):
             trainings[str(folder)] = {seed: read_watched_run(path) for seed, path in of_seeds.items()}
         found = Report("compare", "", "measured", [watched_sheet(trainings)])
-        publish(found, CommandOutput(None, form == "json", False, wide))
+        publish(found, CommandOutput(None, as_json, False, wide))
         return 0
     runs = [each for each in there if not other_kind(each)] or there
     for each in there:
@@ -80,27 +75,25 @@ def compare_command(
         if name not in known:
             choices = f"{', '.join(known) or 'none'}{did_you_mean(name, known)}"
             raise ValueError(f"--metric={name} is not recorded; choose one of {choices}")
-    if len(groups) > 1 and form == "json":
-        raise ValueError(
-            f"--format={form} holds one comparison, and these folders make {len(groups)}; give them one at a time"
-        )
+    if len(groups) > 1 and as_json:
+        raise ValueError(f"--json holds one comparison, and these folders make {len(groups)}; give them one at a time")
     environments = [_environments(group, comparison) for group, comparison in zip(groups, comparisons, strict=True)]
     _warn([environment for of_group in environments for environment in of_group])
     for group, comparison, of_group in zip(groups, comparisons, environments, strict=True):
         if len(groups) > 1:
             print(*(folder.path for folder in group))
-        _print(comparison, form, _machine(of_group), wide, metric or ())
+        _print(comparison, as_json, _machine(of_group), wide, metric or ())
     return max(_told_unequal(comparison, group) for group, comparison in zip(groups, comparisons, strict=True))
 
 
-def report(result: RunResult, form: OutputFormat, *, wide: bool = False) -> Comparison:
+def report(result: RunResult, as_json: bool, *, wide: bool = False) -> Comparison:
     """Prints the table of a run, and writes it to ``table.txt`` in the run folder."""
     comparison, folder, text = result.comparison, RunFolder(result.path), io.StringIO()
     environments = _environments([folder], comparison)
     print_sheet(comparison_sheet(comparison, _machine(environments)), text)
     written_for_display(lambda path: write_whole(path, text.getvalue()), folder.path / "table.txt")
     _warn(environments)
-    _print(comparison, form, _machine(environments), wide)
+    _print(comparison, as_json, _machine(environments), wide)
     _told_unequal(comparison, [folder])
     return comparison
 
@@ -143,12 +136,11 @@ def _machine(environments: Sequence[Environment]) -> str:
     return environments[0].machine_line if environments else ""
 
 
-def _print(comparison: Comparison, form: OutputFormat, machine: str, wide: bool, metrics: Sequence[str] = ()) -> None:
-    sheet = comparison_sheet(comparison, machine, metrics)
-    if form == "table":
-        print_sheet(sheet, wide=wide)
+def _print(comparison: Comparison, as_json: bool, machine: str, wide: bool, metrics: Sequence[str] = ()) -> None:
+    if as_json:
+        print(comparison_json(comparison, machine), end="")
     else:
-        print(comparison_markdown(sheet) if form == "markdown" else comparison_json(comparison, machine), end="")
+        print_sheet(comparison_sheet(comparison, machine, metrics), wide=wide)
 
 
 def _watched(folder: Path) -> dict[str, Path]:

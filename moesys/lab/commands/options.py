@@ -15,7 +15,7 @@ from errno import EACCES, EPERM, EROFS
 from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -207,17 +207,6 @@ ModelLayers = Annotated[int | None, option("N", MODEL_LAYERS_HELP, min=1)]
 Jobs = Annotated[int | None, option("N", "Worker processes for simulation (default: one per core).", min=1)]
 CLUSTER_HELP = "Nodes x ranks per node, as 4x8; a preset and its nodes, as h100:4; or a ClusterSpec in a file."
 Threads = Annotated[int, option("N", "Threads per rank.", min=1)]
-OutputFormat = Literal["table", "markdown", "json"]
-FormatOption = Annotated[OutputFormat, option("FORMAT", "table, markdown or json.", "--format")]
-
-
-def chosen_format(form: OutputFormat, as_json: bool) -> OutputFormat:
-    """Returns the format that ``--format`` and ``--json`` ask for. Raises ValueError if they ask for two."""
-    if as_json and form not in ("table", "json"):
-        raise ValueError(f"--json and --format={form} are two formats; leave out one of them")
-    return "json" if as_json else form
-
-
 # Every command that prints results has these, and they mean the same everywhere.
 Wide = Annotated[bool, flag("Print all columns of tables, even if the terminal breaks them.", "--wide")]
 AsJson = Annotated[bool, flag("Print the results as JSON instead of tables; nothing else goes to stdout.", "--json")]

@@ -13,13 +13,11 @@ from moesys.config import Strategy
 from moesys.config.experiment import Experiment
 from moesys.lab.commands.options import (
     ExperimentFile,
-    FormatOption,
     Imports,
     Jobs,
     RunFolders,
     Settings,
     Threads,
-    chosen_format,
     flag,
     option,
     refusing,
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
 def run_command(
     file: ExperimentFile,
     out: RunFolders = Path("runs"),
-    form: FormatOption = "table",
     output: CommandOutput = AS_TABLES,
     seeds: Annotated[int | None, option("N", "Use the seeds 0 to N-1 instead of the experiment's.", min=1)] = None,
     threads: Threads = 1,
@@ -60,16 +57,15 @@ def run_command(
     Progress goes where the tables go, or to stderr if a table is for a machine to read.
     """
     import_modules_of_user(imports or ())
-    form = chosen_format(form, output.as_json)
-    told = sys.stdout if form == "table" else sys.stderr
+    told = sys.stderr if output.as_json else sys.stdout
     comparisons: list[Comparison] = []
     folders: list[Path] = []
     code = 0
     where = jobs if slurm is None else _slurm(slurm, jobs)
     experiments = load_experiments(file, settings or ())
-    if len(experiments) > 1 and form == "json":
+    if len(experiments) > 1 and output.as_json:
         raise ValueError(
-            f"--format={form} holds one comparison, and {file} has {len(experiments)} experiments; "
+            f"--json holds one comparison, and {file} has {len(experiments)} experiments; "
             "leave it out here, and give their run folders to moesys compare one at a time"
         )
     further = [declared_in(path, Strategy) for path in strategy or ()]
@@ -92,7 +88,7 @@ def run_command(
             # This import is late, so that a typo in the file is reported before torch and scipy are loaded.
             from moesys.lab.commands.compare import print_locations, report
 
-            comparisons.append(report(result, form, wide=output.wide))
+            comparisons.append(report(result, output.as_json, wide=output.wide))
             folders.append(result.path)
             code = max(code, result.exit_code, int(bool(comparisons[-1].unequal)))
         if result.stopped:

@@ -19,7 +19,7 @@ from moesys.lab.runs.comparison import JUDGED_STEPS, SPEED, Comparison, Row, agr
 from moesys.lab.runs.records import setting_fingerprint
 from moesys.lab.runs.statistics import MIN_SEEDS, PairedRatio
 from moesys.lab.runs.watched_run import WatchedRun
-from moesys.lab.show.sheets import Column, Sheet, escaped, figure, markdown_table
+from moesys.lab.show.sheets import Column, Sheet, figure
 
 COMPARISON_SCHEMA = 1
 # Ranks that have a core each keep it busy; above this many processes per core, others take a part of it.
@@ -74,12 +74,6 @@ def _compared(row: Row, metrics: Sequence[str] = (), **texts: str) -> ComparedSt
     values: dict[str, Any] = {metric: row.median(metric) for metric in _METRICS} | {"would_run": ""} | texts
     asked = {metric: row.median(metric) for metric in metrics}
     return ComparedStrategy(strategy=row.name, final_loss=row.final_loss, asked=asked, **values)
-
-
-def comparison_markdown(sheet: Sheet) -> str:
-    """Returns the table and its legend, with a newline at the end."""
-    notes = [f"- {escaped(note)}" for note in sheet.notes]
-    return "\n".join([f"### {escaped(sheet.title)}", "", markdown_table(sheet), "", *notes]) + "\n"
 
 
 # --- cells and legend -------------------------------------------------------------------------------------------------

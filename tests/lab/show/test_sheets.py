@@ -20,7 +20,7 @@ from moesys.config.workload import ModelTraining
 from moesys.lab.runs.comparison import Comparison, compare_records
 from moesys.lab.runs.records import Samples
 from moesys.lab.runs.statistics import PairedRatio
-from moesys.lab.show.comparisons import comparison_json, comparison_markdown, comparison_sheet, headline, ratio_words
+from moesys.lab.show.comparisons import comparison_json, comparison_sheet, headline, ratio_words
 from moesys.lab.show.sheets import (
     Column,
     Sheet,
@@ -217,9 +217,9 @@ def test_json_holds_losses_that_are_no_numbers():
     assert fields["rows"][0]["losses_by_seed"]["0"] == ["NaN", "Infinity"]
 
 
-def test_every_format_shows_an_experiment_without_records():
+def test_both_forms_show_an_experiment_without_records():
     compared = compare_records(experiment(), [])
-    for text in (comparison_markdown(comparison_sheet(compared)), comparison_json(compared)):
+    for text in (printed_sheet(comparison_sheet(compared)), comparison_json(compared)):
         assert text.endswith("\n")
         assert "fsep" in text
 
