@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import set_up_rank
+from conftest import PreparedRanks
 from mega_case import CPU, Case, Drawn, MegaRun, new_heaps
 from torch import Tensor
 
@@ -34,7 +34,7 @@ FIRST = Case(8, 2, 20, 8, "float32", (9, 9, 9, 9), 2, (), dropped=0.5)
 
 @pytest.fixture(scope="module")
 def mortal_ranks() -> Iterator[LocalRanks]:
-    with LocalRanks(4, setup=set_up_rank) as pool:
+    with PreparedRanks(4) as pool:
         yield pool
 
 

@@ -112,7 +112,6 @@ class LocalRanks:
         num_ranks: the most ranks that a run may have.
         threads: threads of torch's CPU operators in a rank; numpy's BLAS always has one.
         timeouts: limits of runs and collectives.
-        setup: a module-level function, called once in every process before its first run.
         environment: variables of every process. What torch or the C library read when they are loaded has an effect
             only if this process has started no ranks or workers before.
         preload: modules to import once, for all ranks, besides torch and numpy; ignored if this process has started
@@ -129,7 +128,6 @@ class LocalRanks:
         *,
         threads: int = 1,
         timeouts: RankTimeouts = RankTimeouts(),
-        setup: Callable[[], None] | None = None,
         environment: Mapping[str, str] | None = None,
         preload: Sequence[str] = (),
         backend: str = "gloo",
@@ -138,7 +136,7 @@ class LocalRanks:
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
         self.num_ranks, self._threads, self._timeouts = num_ranks, threads, timeouts
-        self._setup, self._preload, self._backend = setup, tuple(preload), backend
+        self._preload, self._backend = tuple(preload), backend
         self._environment = dict(environment or {})
         self._num_runs = 0
         self._store: dist.TCPStore | None = None
@@ -253,7 +251,7 @@ class LocalRanks:
             if rank not in self._processes:
                 timeout = timedelta(seconds=self._timeouts.collective_s)
                 group = GroupSettings(rank, self._store.port, timeout, self._backend)
-                settings = ProcessSettings(self._threads, self._environment, self._setup, group)
+                settings = ProcessSettings(self._threads, self._environment, group)
                 self._processes[rank] = ChildProcess.start(f"moesys-rank-{rank}", settings)
                 started.append(self._processes[rank])
         for process in started:

@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -94,7 +94,6 @@ class ProcessSettings:
 
     threads: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
-    setup: Callable[[], None] | None = None
     group: GroupSettings | None = None
 
 
@@ -287,14 +286,12 @@ def _serve(settings: ProcessSettings, jobs: Connection, stacks: Connection) -> N
     store = dist.TCPStore(STORE_ADDRESS, group.store_port, is_master=False) if group else None
     inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(jobs, inbox), name="inbox", daemon=True).start()
-    setup = settings.setup
     while True:
         job = inbox.get()
         failed = False
         if job is not None:
-            answer = _answer(job, group, store, setup)
+            answer = _answer(job, group, store)
             failed = answer.kind == "raised"
-            setup = None
             sys.stdout.flush()
             sys.stderr.flush()
             jobs.send_bytes(pickle.dumps(answer, protocol=5))
@@ -314,15 +311,11 @@ def leave_groups() -> None:
         gc.collect()
 
 
-def _answer(
-    job: Job, group: GroupSettings | None, store: dist.Store | None, setup: Callable[[], None] | None
-) -> Outcome:
+def _answer(job: Job, group: GroupSettings | None, store: dist.Store | None) -> Outcome:
     """Runs the job. The result of the outcome is pickled, so that the parent may fail to read it without harm."""
     begin_s, rank = time.monotonic(), group.rank if group else 0
     try:
         sys.path[:] = job.sys_path
-        if setup is not None:
-            setup()
         fn, args = pickle.loads(job.call)
         if group is not None and store is not None:
             dist.init_process_group(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 import triton
 import triton.language as tl
-from conftest import set_up_rank
+from conftest import PreparedRanks
 
 from moesys.kernels.symmetric import heap as module
 from moesys.kernels.symmetric.heap import ALIGNMENT, ArenaLayout, Heap, Region, at
@@ -134,7 +134,7 @@ def die_while_others_map(folder: Path) -> None:
 
 
 def test_a_peer_that_dies_meanwhile_leaves_no_file_of_the_others(tmp_path: Path) -> None:
-    with LocalRanks(3, setup=set_up_rank) as pool:
+    with PreparedRanks(3) as pool:
         outcomes = pool.outcomes(die_while_others_map, tmp_path, expect_dead={1}, timeout_s=60)
     assert [outcome.kind for outcome in outcomes] == ["raised", "died", "raised"]
     # Its own alone: nothing of a process runs when it is killed.

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
-from conftest import set_up_rank
+from conftest import PreparedRanks
 
 from moesys.kernels.symmetric.heap import Heap, Region, at
 from moesys.kernels.symmetric.signals import (
@@ -37,7 +37,7 @@ SHORT_S = 0.75
 
 @pytest.fixture(scope="module")
 def mortal_ranks() -> Iterator[LocalRanks]:
-    with LocalRanks(4, setup=set_up_rank) as pool:
+    with PreparedRanks(4) as pool:
         yield pool
 
 
