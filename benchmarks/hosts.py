@@ -48,7 +48,7 @@ from moesys.lab.commands.options import flag, option, refusing
 from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
 from moesys.lab.runs.environment import machine_line
 from moesys.lab.runs.statistics import Quantiles
-from moesys.lab.show.progress import steps_told
+from moesys.lab.show.progress import status_line
 from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 
 EP = "ep"
@@ -184,7 +184,7 @@ def measure(
             LocalRanks(num_ranks, timeouts=_TIMEOUTS, environment=_KEEPING_MEMORY if keep_memory else None)
         )
         ranks.run(prepare, parts[0].host, groups)
-        tell = opened.enter_context(steps_told("hosts", len(parts), quiet))
+        tell = opened.enter_context(status_line(quiet))
         for part in parts:
             tell(part.routing)
             outcomes = of_all_ranks(ranks.run(measure_on_rank, part, folder, repeats))

@@ -25,7 +25,7 @@ from moesys.config import LayoutInvariant, ModelShape, Ordered, Strategy
 from moesys.lab.commands.options import flag, option, refusing
 from moesys.lab.runs.environment import machine_line
 from moesys.lab.runs.statistics import Quantiles
-from moesys.lab.show.progress import steps_told
+from moesys.lab.show.progress import status_line
 from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 from moesys.moe.layer import MoELayer
 from moesys.moe.masters import DTYPES
@@ -160,7 +160,7 @@ def measure(
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        with steps_told("layer", len(cases), quiet) as tell:
+        with status_line(quiet) as tell:
             for case in cases:
                 tell(f"{case.name}, {case.shape.dtype}")
                 rows += _measure(case, repeats, reduction)
