@@ -19,14 +19,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness.model_steps import VOCABULARY, E, K, ModelSteps
-from benchmarks.harness.options import Repeats
+from benchmarks.harness.options import Repeats, machine_line
 from benchmarks.harness.stopwatch import interleave, repeated_ms, wall_ms
 from moesys.config import ClusterSpec, ModelRun, ModelShape, ModelSpec, Parallelism, Strategy
 from moesys.config.overlap import Pipelined
 from moesys.lab.commands.options import AsJson, OutFolder, Wide, argument, refusing
 from moesys.lab.ranks.process_start import writes
 from moesys.lab.ranks.torchrun_ranks import Ranks, start_ranks
-from moesys.lab.runs.environment import machine_line
 from moesys.lab.runs.statistics import Quantiles
 from moesys.lab.show.sheets import Column, CommandOutput, Report, Sheet, publish
 from moesys.layout import TokenPlan

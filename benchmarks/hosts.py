@@ -41,12 +41,11 @@ from benchmarks.harness.model_steps import (
     tokens_of,
     whole,
 )
-from benchmarks.harness.options import Repeats, chosen
+from benchmarks.harness.options import Repeats, chosen, machine_line
 from benchmarks.shaped.processor_shares import join, lacks_shares, own_name, processor_shares
 from moesys.config import Strategy
 from moesys.lab.commands.options import flag, option, refusing
 from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
-from moesys.lab.runs.environment import machine_line
 from moesys.lab.runs.statistics import Quantiles
 from moesys.lab.show.progress import status_line
 from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, publish

@@ -19,11 +19,10 @@ import typer
 from torch import Tensor, nn
 
 from benchmarks.harness.contest import Case, Contestant, Near, hold
-from benchmarks.harness.options import Repeats, chosen
+from benchmarks.harness.options import Repeats, chosen, machine_line
 from benchmarks.harness.stopwatch import Work, processor_ms, wall_ms
 from moesys.config import LayoutInvariant, ModelShape, Ordered, Strategy
 from moesys.lab.commands.options import flag, option, refusing
-from moesys.lab.runs.environment import machine_line
 from moesys.lab.runs.statistics import Quantiles
 from moesys.lab.show.progress import status_line
 from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, publish

@@ -22,12 +22,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from benchmarks.harness.live_tensors import live_at_peak
-from benchmarks.harness.options import Repeats
+from benchmarks.harness.options import Repeats, machine_line
 from benchmarks.harness.stopwatch import interleave, wall_ms
 from moesys.config import Ep, Fsep, ModelShape, Strategy
 from moesys.lab.commands.options import option, refusing
 from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
-from moesys.lab.runs.environment import machine_line
 from moesys.lab.show.progress import status_line
 from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, figure, publish
 from moesys.moe import muon

@@ -21,14 +21,13 @@ from torch import nn
 
 from benchmarks.harness.contest import EqualBits, Outcome, of_all_ranks
 from benchmarks.harness.layer_steps import LayerSteps, ResidualLayers, hold_steps, rank_generator
-from benchmarks.harness.options import Repeats, chosen
+from benchmarks.harness.options import Repeats, chosen, machine_line
 from benchmarks.harness.paced_link import PacedLink
 from benchmarks.harness.stopwatch import repeated_ms
 from moesys.config import Ep, Fsep, ModelShape, Strategy
 from moesys.config.overlap import Pipelined
 from moesys.lab.commands.options import option, refusing
 from moesys.lab.ranks.torchrun_ranks import start_ranks
-from moesys.lab.runs.environment import machine_line
 from moesys.lab.runs.statistics import Quantiles
 from moesys.lab.show.progress import status_line
 from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, publish

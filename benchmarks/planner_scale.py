@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 
-from benchmarks.harness.options import Repeats
+from benchmarks.harness.options import Repeats, machine_line
 from benchmarks.harness.stopwatch import interleave, repeated_ms, wall_ms
 from moesys.balance.eplb import Eplb
 from moesys.balance.even_split import EvenSplit
@@ -31,7 +31,6 @@ from moesys.balance.run_planner import plan_layout, split_tokens
 from moesys.config import Balance, ClusterSpec, Fsep, ModelRun, ModelSpec, Split, Strategy, presets
 from moesys.config.workload import Generated
 from moesys.lab.commands.options import option, refusing
-from moesys.lab.runs.environment import machine_line
 from moesys.lab.runs.statistics import Quantiles
 from moesys.lab.show.progress import status_line
 from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, publish

@@ -24,6 +24,7 @@ from typing import Annotated
 
 import numpy as np
 
+from benchmarks.harness.options import machine_line
 from benchmarks.leaderboard.scores import TimedPlanner
 from moesys.balance.eplb import Eplb
 from moesys.balance.flex_moe import FlexMoe
@@ -43,7 +44,7 @@ from moesys.files import FolderLock
 from moesys.journal import Journal
 from moesys.lab.commands.options import Jobs, option, refusing
 from moesys.lab.ranks.pool import Workers
-from moesys.lab.runs.environment import machine_line, source_digest
+from moesys.lab.runs.environment import source_digest
 from moesys.lab.runs.places import num_workers
 from moesys.lab.show.progress import status_line
 from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, publish

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
-from benchmarks.harness.options import Repeats, chosen
+from benchmarks.harness.options import Repeats, chosen, machine_line
 from benchmarks.harness.stopwatch import wall_ms
 from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.greedy.greedy import Greedy
@@ -21,7 +21,6 @@ from moesys.config import Fsep, Overlap, Strategy, presets
 from moesys.config.overlap import MegaKernel, Pipelined, Sequential
 from moesys.config.workload import Generated
 from moesys.lab.commands.options import option, refusing
-from moesys.lab.runs.environment import machine_line
 from moesys.lab.show.progress import status_line
 from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, figure, publish
 from moesys.load import LoadMatrix

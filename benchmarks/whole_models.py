@@ -38,12 +38,11 @@ from benchmarks.harness.model_steps import (
     strategies,
     tokens_of,
 )
-from benchmarks.harness.options import Repeats, chosen
+from benchmarks.harness.options import Repeats, chosen, machine_line
 from moesys.config import Strategy
 from moesys.hf.registration import register
 from moesys.lab.commands.options import flag, option, refusing
 from moesys.lab.ranks.torchrun_ranks import start_ranks
-from moesys.lab.runs.environment import machine_line
 from moesys.lab.runs.statistics import Quantiles
 from moesys.lab.show.progress import status_line
 from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, publish

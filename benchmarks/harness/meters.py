@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 import triton
 
+from benchmarks.harness.options import machine_line
 from benchmarks.harness.stopwatch import wall_ms
-from moesys.lab.runs.environment import machine_line
 from moesys.torch_private import hold_stream
 
 # The bytes that are written before each run to flush the L2 cache, in multiples of its size.

@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.harness.options import machine_line
 from benchmarks.leaderboard.planners import GROUPS, PlannerGroup, named_planner
 from benchmarks.leaderboard.ranking import HTML_PAGE, PAGE, RATIO_NOTE, write_pages
 from benchmarks.leaderboard.scores import FILE, PlannerResult, results
@@ -34,7 +35,6 @@ from moesys.lab.commands.options import (
     refusing,
 )
 from moesys.lab.runs.declarations import cluster_of, predictor_of
-from moesys.lab.runs.environment import machine_line
 from moesys.lab.show.sheets import CommandOutput, publish
 
 # The options that the page shows, in this order.

@@ -18,7 +18,7 @@ from scipy.stats import wilcoxon
 
 from benchmarks.harness.contest import Outcome, of_all_ranks
 from benchmarks.harness.model_steps import LENGTH, TOLERANCE, ZIPF
-from benchmarks.harness.options import Repeats
+from benchmarks.harness.options import Repeats, machine_line
 from benchmarks.shaped import layers, models
 from benchmarks.shaped.calibration import Calibration, calibration, computed_ms, late_ms, link_figures, with_links
 from benchmarks.shaped.cases import NOT_TIMED, ShapedCase, asked_for, model_spec
@@ -31,7 +31,7 @@ from moesys.config.model_run import ModelRun
 from moesys.lab.calibrate.measurement import calibrate
 from moesys.lab.commands.options import flag, option, refusing
 from moesys.lab.ranks.torchrun_ranks import Ranks
-from moesys.lab.runs.environment import available_cores, machine_line
+from moesys.lab.runs.environment import available_cores
 from moesys.lab.runs.statistics import Quantiles
 from moesys.lab.show.progress import status_line
 from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, publish

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from moesys.files import number_set, write_whole
 from moesys.lab.commands.options import Threads, option, refusing
 from moesys.lab.ranks.process_start import joins, writes
-from moesys.lab.runs.environment import available_cores, machine_line
+from moesys.lab.runs.environment import available_cores, collect_environment
 from moesys.lab.show.progress import status_line
 from moesys.lab.show.sheets import AS_TABLES, CommandOutput, Report, Sheet, publish
 
@@ -79,7 +79,7 @@ def spec_text(found: Calibration) -> str:
 def report(found: Calibration, threads: int) -> Report:
     from moesys.lab.calibrate.measurement import four_digits
 
-    machine = machine_line(threads)
+    machine = collect_environment(threads)[0].machine_line
     notes = [
         f"{machine}; {found.cluster.num_ranks} ranks, all measured at the same time.",
         "n: windows of several calls. Predicted: by the cost model with these fields. Error: predicted divided by "

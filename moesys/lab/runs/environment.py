@@ -7,11 +7,10 @@ import math
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -218,10 +217,3 @@ def output_of(*command: str) -> str:
         return subprocess.run(command, capture_output=True, errors="replace", check=False).stdout
     except OSError:
         return ""
-
-
-def machine_line(threads: int, packages: Sequence[str] = ("torch",)) -> str:
-    """Returns the processor, cores, threads and versions that numbers were measured with, in one line."""
-    versions = [f"{package} {version(package)}" for package in packages]
-    python = f"Python {platform.python_version()}"
-    return ", ".join([cpu_name(), counted(available_cores(), "core"), counted(threads, "thread"), python, *versions])
