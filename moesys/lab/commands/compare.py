@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from typing import Annotated, TextIO, TypeVar
 from moesys.config import Strategy
 from moesys.config.base import in_words
 from moesys.config.experiment import Experiment
-from moesys.files import read_bytes, write_whole
+from moesys.files import write_whole
 from moesys.kinds import did_you_mean
 from moesys.lab.commands.options import (
     AsJson,
@@ -237,10 +236,7 @@ def print_locations(folders: Sequence[Path], told: TextIO) -> None:
 
     print(file=told)
     for folder in folders:
-        print(f"Results: {folder}", file=told)
-        if page := written_for_display(page_of_run, folder):
-            # Between the table and the facts about the run are the figures that this run has.
-            figures = re.findall("<h2>(.*?)</h2>", read_bytes(page).decode())[1:-1]
-            print(f"  {page.name}: {', '.join(['table', *figures]).lower()}", file=told)
+        page = written_for_display(page_of_run, folder)
+        print(f"Results: {page or folder}", file=told)
     if page := written_for_display(write_index, folders[-1].parent):
         print(f"All runs: {page}", file=told)
