@@ -151,7 +151,7 @@ def _run(experiment: Experiment, out: Path, show: CommandOutput, fresh: bool) ->
     result = run(experiment, out, fresh=fresh, progress=progress)
     if not show.quiet:
         print(result.summary)
-    return result, report(result, "table", wide=show.wide)
+    return result, report(result, as_json=False, wide=show.wide)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ from moesys.lab.commands.options import (
     Quiet,
     Wide,
     flag,
-    model_names_known,
     option,
     refusing,
 )
@@ -79,7 +78,6 @@ def bench_leaderboard(
         option(
             "MODEL",
             "Name of a packaged model, or a config.json or its folder (default: by workload).",
-            autocompletion=model_names_known,
         ),
     ] = None,
     cluster: Annotated[str | None, option("CLUSTER", f"{CLUSTER_HELP[:-1]} (default: by workload).")] = None,

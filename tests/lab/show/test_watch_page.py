@@ -260,4 +260,4 @@ def test_what_is_no_pair_of_watched_trainings_is_refused_in_words(tmp_path: Path
     assert (alone.exit_code, "is not a run folder" in alone.stderr) == (2, True)
     both = [str(tmp_path / "ep"), str(tmp_path / "ep")]
     refused = CliRunner().invoke(app, ["compare", *both, "--metric", "plan_ms"])
-    assert (refused.exit_code, "leave out --metric" in refused.stderr) == (2, True)
+    assert (refused.exit_code, "--metric is for run folders" in refused.stderr) == (2, True)

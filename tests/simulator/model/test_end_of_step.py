@@ -38,9 +38,8 @@ def gradient_seconds() -> tuple[float, float]:
 
 
 def shown(backward: float, inside: float, nics: float) -> float:
-    zero = PartSeconds(0.0, 0.0)
     busy = PartSeconds(0.0, inside), PartSeconds(0.0, nics)
-    part = SimulatedPart(PartSeconds(0.0, backward), zero, zero, busy, {})
+    part = SimulatedPart(PartSeconds(0.0, backward), busy, {})
     return END.seconds([range(LAYERS)], [part])["gradients and parameters"]
 
 
@@ -90,7 +89,7 @@ def test_ends_of_a_pipeline_sum_tied_gradients(dense: str) -> None:
     deep = run.replace(model=model.replace(layers=model.layers[:1] * 4), parallelism=Parallelism(pp=4))
     end = EndOfStep(deep, Units.of(deep))
     zero = PartSeconds(0.0, 0.0)
-    part = SimulatedPart(zero, zero, zero, (zero, zero), {})
+    part = SimulatedPart(zero, (zero, zero), {})
     found = [end.seconds([range(stage, stage + 1)], [part])["tied embeddings"] for stage in range(4)]
     assert found[1] == found[2] == 0
     assert found[0] == found[3] > 0
@@ -101,7 +100,7 @@ def optimizer_seconds(run: ModelRun) -> float:
 
 
 NO_TIME = PartSeconds(0.0, 0.0)
-NOTHING = SimulatedPart(NO_TIME, NO_TIME, NO_TIME, (NO_TIME, NO_TIME), {})
+NOTHING = SimulatedPart(NO_TIME, (NO_TIME, NO_TIME), {})
 
 
 def test_muon_is_products_or_messages_whichever_takes_longer() -> None:

@@ -34,7 +34,7 @@ def run_of(model: ms.models.ModelSpec, cluster: ms.ClusterSpec, parallel: Parall
 def seconds_of_one(run: ModelRun) -> float:
     """Of a micro-batch, without the end of the step."""
     (draw,) = simulate_model(run).draws
-    return (draw.seconds - draw.end_seconds) / run.num_micro_batches
+    return draw.pipeline.seconds / run.num_micro_batches
 
 
 @pytest.mark.parametrize("tied", [False, True])
