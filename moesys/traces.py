@@ -213,15 +213,15 @@ def load_trace(path: str | Path) -> Trace:
         # numpy does not close a file of its own that is torn.
         with opened(Path(path)) as stored, np.load(stored, allow_pickle=False) as file:
             _check_size(file.zip)
+            header, tokens_SLRE = pydantic_core.from_json(str(file["header"])), file["tokens_SLRE"]
             # Files of earlier releases have the numbers of micro-batches, too.
-            arrays = {name: file[name] for name in file.files}
-            header = pydantic_core.from_json(str(arrays.pop("header")))
+            iterations_S = file["iterations_S"] if "iterations_S" in file else np.zeros(0, int)
         version, top_k, name, meta = (header[field] for field in ("version", "top_k", "name", "meta"))
         if version != FORMAT_VERSION:
             raise ValueError(f"its version is {version}, this moesys reads {FORMAT_VERSION}")
-        if type(top_k) is not int or any(array.dtype.kind not in "iu" for array in arrays.values()):
-            raise ValueError("its top_k or an array has no whole numbers")
-        return Trace(arrays["tokens_SLRE"], top_k, name, meta)
+        if type(top_k) is not int or iterations_S.dtype.kind not in "iu":
+            raise ValueError("its top_k or iterations are no whole numbers")
+        return Trace(tokens_SLRE, top_k, name, meta)
     except KeyError as error:
         raise ValueError(f"{path} is no trace: {error.args[0]}; {way_out}") from None
     # Damaged bytes make zipfile and numpy raise almost any error.

@@ -20,6 +20,17 @@ class Waiting(ms.Balance):
         return in_turn(problem)
 
 
+class Noting(ms.Balance):
+    """Writes a byte to ``file`` for each plan."""
+
+    file: str
+
+    def layout(self, problem: ms.planning.PlanningProblem) -> ms.planning.ExpertLayout:
+        with open(self.file, "ab") as notes:
+            notes.write(b".")
+        return in_turn(problem)
+
+
 class Dying(ms.Balance):
     """Kills the process that plans, if it was started for that: a worker, or a job of submitit."""
 

@@ -256,7 +256,7 @@ def test_torchrun_gives_what_spawned_ranks_give_also_after_a_failure(tmp_path: P
     (tmp_path / "experiment.json").write_text(experiment.to_json())
     (tmp_path / "script.py").write_text(UNDER_TORCHRUN)
     out = tmp_path / "runs"
-    arguments = (FSEP, experiment.model, experiment.cluster, experiment.workload, 0, str)
+    arguments = (FSEP, experiment.model, experiment.cluster, experiment.workload, 0)
     spawned = ranks.run(run_measured, *arguments, num_ranks=2)[0]
     assert spawned is not None
     start_both(tmp_path, "experiment.json", str(out))
@@ -327,7 +327,7 @@ def test_what_shows_a_run_may_fail_without_it(tmp_path, monkeypatch, capsys):
     for module in (compare_module, run_page):
         monkeypatch.setattr(module, "write_whole", full)
     result = run(simulation(seeds=(0,)), tmp_path, jobs=1)
-    compare_module.report(result, "table")
+    compare_module.report(result, as_json=False)
     print_locations([result.path], sys.stdout)
     told = capsys.readouterr()
     assert "SIMULATED: simulated" in told.out

@@ -19,7 +19,7 @@ from lab_cases import moesys
 from left_behind import MARKER, alive, gone
 from runner_cases import EP, FAILING, FSEP, simulation
 from test_tuning import SPACE, written
-from worker_planners import Dying, Waiting
+from worker_planners import Dying, Noting, Waiting
 
 from benchmarks.leaderboard.planners import PlannerGroup, PlannerPair
 from benchmarks.leaderboard.scores import results
@@ -116,7 +116,9 @@ def test_a_short_experiment_needs_no_worker_and_a_place_that_ran_nothing_is_clos
 def test_what_is_stopped_keeps_what_is_finished_and_leaves_nobody(tmp_path, stop):
     workload = simulation().workload.replace(steps=6)
     slow = WAITING.replace(balance=Waiting(seconds=0.5))
-    experiment = first_in_line(slow, EP, EP.replace(name="ep/5", sharding=FSEP.sharding), workload=workload)
+    notes = [tmp_path / "a", tmp_path / "b"]
+    quick = [FSEP.replace(name=note.name, balance=Noting(file=str(note))) for note in notes]
+    experiment = first_in_line(slow, *quick, workload=workload)
     file, _ = written(tmp_path, experiment)
     out, marker = tmp_path / "runs", uuid.uuid4().hex
     paths = [str(Path(__file__).parents[1]), *(path for path in sys.path if path)]
@@ -128,10 +130,10 @@ def test_what_is_stopped_keeps_what_is_finished_and_leaves_nobody(tmp_path, stop
         command, env=environment, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
     )
     others = [trial.identity for trial in experiment.trials()[1:]]
-    num_steps, until_s = workload.warmup + workload.steps, time.monotonic() + 60
+    # The first micro-batch has the layout before any plan.
+    num_plans, until_s = workload.warmup + workload.steps - 1, time.monotonic() + 60
     while time.monotonic() < until_s and runner.poll() is None:
-        counts = [sum(file.stat().st_size for file in out.glob(f"*/.steps-{identity}")) for identity in others]
-        if counts == [num_steps] * len(others):
+        if all(note.exists() and note.stat().st_size >= num_plans for note in notes):
             break
         time.sleep(0.05)
     # Answers are on their way.

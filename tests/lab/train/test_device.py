@@ -54,7 +54,7 @@ def test_ranks_that_share_gpus_may_map_each_others_memory(gpus, monkeypatch):
     gpus(1)
     experiment = demo.training_experiment()
     with pytest.raises(_StartedError):
-        place_for(experiment, threads=1).run(experiment.trials()[0], experiment, lambda: None)
+        place_for(experiment, threads=1).run(experiment.trials()[0], experiment)
     assert started["backend"] == "gloo"
     assert started["environment"] == {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 
