@@ -47,22 +47,22 @@ PACKAGES = {
 }
 BUDGETS = {
     "moesys/config": Budget(2_133, 13),
-    "moesys, ground files": Budget(2_486, 17),
+    "moesys, ground files": Budget(2_452, 17),
     "moesys/kernels": Budget(4_743, 39),
     "moesys/balance": Budget(5_478, 37),
     "moesys/overlap": Budget(2_810, 15),
-    "moesys/moe": Budget(4_664, 22),
-    "moesys/simulator": Budget(2_238, 12),
-    "moesys/tuner": Budget(932, 6),
+    "moesys/moe": Budget(4_660, 22),
+    "moesys/simulator": Budget(2_209, 12),
+    "moesys/tuner": Budget(846, 6),
     "moesys, hosts": Budget(2_929, 16),
-    "moesys/lab": Budget(8_155, 51),
+    "moesys/lab": Budget(7_740, 50),
     "moesys/verify": Budget(1_356, 8),
-    "moesys, entry points": Budget(275, 4),
-    "benchmarks": Budget(7_469, 56),
-    "experiments": Budget(1_396, 15),
-    "tests": Budget(43_127, 321),
+    "moesys, entry points": Budget(268, 4),
+    "benchmarks": Budget(7_465, 56),
+    "experiments": Budget(1_505, 16),
+    "tests": Budget(42_920, 319),
 }
-TOTAL = Budget(38_199, 240)
+TOTAL = Budget(37_624, 239)
 OUTSIDE = ("benchmarks", "experiments", "tests")
 
 
