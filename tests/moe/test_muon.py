@@ -188,6 +188,22 @@ def test_work_is_shared_out_over_layers(ranks: LocalRanks) -> None:
     assert work == [3 * 3 * 17 * 17 * (25 + 17 + 25)] * 4
 
 
+def rows_at_once(strategy: ms.Strategy) -> tuple[bool, int]:
+    """Whether gradients of whole experts go to their owners, and the most experts that travel in one message."""
+    optimizer = ms.Muon(ms.MoELayer(SHAPE.replace(num_experts=18), strategy))
+    shares = [share for of_round in optimizer._rounds for share in of_round if share.counts]
+    assert sum(sum(share.counts) for share in shares) == 18
+    return shares[0].matrices.by_owner, max(sum(share.counts) for share in shares)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_message_has_a_few_experts_of_each_rank(ranks: LocalRanks, num_ranks: int) -> None:
+    """Four of each; two ranks divide the experts, and four do not."""
+    strategy = STRATEGIES["fsep"].replace(sharding=ms.Fsep(slots_per_rank=9))
+    found = ranks.run(rows_at_once, strategy, num_ranks=num_ranks)
+    assert found == [(num_ranks == 2, 4 * num_ranks)] * num_ranks
+
+
 # --- bits -----------------------------------------------------------------------------------------------------------
 
 INVARIANT = ms.ModelShape(hidden_size=37, intermediate_size=17, num_experts=6, top_k=2, n_shared_experts=1)
