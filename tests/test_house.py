@@ -60,7 +60,7 @@ BUDGETS = {
     "moesys, entry points": Budget(268, 4),
     "benchmarks": Budget(7_465, 56),
     "experiments": Budget(1_505, 16),
-    "tests": Budget(42_920, 319),
+    "tests": Budget(42_930, 319),
 }
 TOTAL = Budget(37_624, 239)
 OUTSIDE = ("benchmarks", "experiments", "tests")
