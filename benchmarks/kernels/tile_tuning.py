@@ -11,7 +11,7 @@ from pathlib import Path
 
 from moesys.kernels.cpu.row_invariant_gemm import CACHE
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfig, TileConfigs
-from moesys.kernels.experts.tile_tuner import OPS, Gpu, cache_file, candidates, kept_blocks
+from moesys.kernels.experts.tile_tuner import OPS, Gpu, blocks_on_gpu, cache_file, candidates, kept_blocks
 
 # Milliseconds of each block for an op, None for one that does not compile, spills, or does not run.
 Timer = Callable[[str, Sequence[TileConfig]], Sequence[float | None]]
@@ -33,6 +33,7 @@ def tune_blocks(shape: ShapeClass, timer: Timer, gpu: Gpu) -> TileConfigs:
         best[op] = blocks[min(timed)[1]] if timed else blocks[0]
     found = TileConfigs(**best)
     keep_blocks(path, {shape.key: found})
+    blocks_on_gpu.cache_clear()
     return found
 
 

@@ -26,7 +26,7 @@ import pydantic_core
 import torch
 import triton
 
-from moesys.kernels.cpu.row_invariant_gemm import cache_folder
+from moesys.kernels.cpu.row_invariant_gemm import CACHE, cache_folder
 from moesys.kernels.experts.activations import GATED
 from moesys.kernels.experts.tile_config import (
     OPERAND_BYTES,
@@ -234,6 +234,13 @@ def blocks_of(shape: ShapeClass, device: torch.device, capability: int = HOPPER)
         return TileConfigs.all_of(INTERPRETED)
     if device.type != "cuda":
         return blocks_for(shape, capability=capability)
+    return blocks_on_gpu(shape, device, os.environ.get(CACHE))
+
+
+# The host asks in every forward and backward, before it launches anything, and files take longer than a launch.
+@lru_cache(maxsize=1024)
+def blocks_on_gpu(shape: ShapeClass, device: torch.device, folder: str | None) -> TileConfigs:
+    """Returns what was tuned, and is kept in ``folder`` if one is named, else the model's choice."""
     gpu = Gpu.of(device)
     return _cached(gpu).get(shape.key) or blocks_for(shape, gpu.multiprocessors, gpu.capability)
 

@@ -203,8 +203,10 @@ def test_pinned_blocks_win_over_what_was_tuned_and_that_over_the_default(
     cuda, pinned = torch.device("cuda"), TileConfigs.all_of(TileConfig(64, 64, 32))
     assert blocks_of(SHAPE, CPU) == TileConfigs.all_of(INTERPRETED)
     assert blocks_of(SHAPE, cuda) == blocks_for(SHAPE, 100)
-    # A step does not search again.
-    assert blocks_of(replace(SHAPE), cuda) is blocks_of(SHAPE, cuda)
+    # A step neither searches again nor reads a file.
+    with monkeypatch.context() as patched:
+        patched.setattr(Gpu, "of", lambda device: pytest.fail("looked up again"))
+        assert blocks_of(replace(SHAPE), cuda) is blocks_of(SHAPE, cuda)
     found = tune_blocks(SHAPE, Clock(2), GPU)
     assert blocks_of(SHAPE, cuda) == found != blocks_for(SHAPE, 100)
     assert blocks_of(replace(SHAPE, top_k=2), cuda) == blocks_for(replace(SHAPE, top_k=2), 100)
