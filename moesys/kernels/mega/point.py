@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from moesys.kernels.experts.activation_gradient import SUM_COLUMNS
 from moesys.kernels.experts.activations import GATED
 from moesys.kernels.experts.tile_config import (
     THREADS_OF_WARP,
@@ -111,7 +112,10 @@ def blocks_at(
         capability = capability_of(device)
     narrow = OLD_TRITON or capability > HOPPER
     outer = replace(block, columns=min(block.columns, NARROW_COLUMNS)) if narrow else block
-    return replace(TileConfigs.all_of(block), up=halved, weight_gradient=outer)
+    # With fewer warps a thread has more of a tile, and what follows from it does not fit in registers beside it.
+    half = replace(block, columns=max(SUM_COLUMNS, block.columns // 2))
+    back = half if block.warps < usual.warps else block
+    return replace(TileConfigs.all_of(block), up=halved, weight_gradient=outer, activation_gradient=back)
 
 
 def programs_at(point: MegaPoint, heap: Heap) -> int:
