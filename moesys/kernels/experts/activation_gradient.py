@@ -159,7 +159,8 @@ def _activation_gradient(  # type: ignore[no-untyped-def]
     if specialised:
         dy = rows_by_tma(dy, P, H, tiling.rows, tiling.contraction)
     count = tl.load(groups.tiles.count_1)
-    for task in range(tl.program_id(0), count * num_column_tiles, tl.num_programs(0)):
+    # Flat, as in ``up``: the epilogue moves more bytes than a step does.
+    for task in tl.range(tl.program_id(0), count * num_column_tiles, tl.num_programs(0), flatten=not specialised):
         tile, column_tile = tile_of(task, count, num_column_tiles, tiling.raster)
         first_row, num_rows, matrix = rows_of_tile(groups, tile, tiling.rows)
         in_tile = tl.arange(0, tiling.rows) < num_rows

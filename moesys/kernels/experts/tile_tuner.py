@@ -158,8 +158,11 @@ def _fits(block: TileConfig, op: str, activation: str, gemm: Gemm, capability: i
     stage_bytes = block.resident * (block.rows + columns) * CONTRACTION * OPERAND_BYTES
     shared_bytes = block.stages * stage_bytes + EPILOGUE_BYTES
     sums = block.rows * columns * block.resident // THREADS_THAT_MULTIPLY
+    # In a flat loop with that epilogue, addresses of a fourth stage do not fit in registers beside so many sums.
+    too_deep = op == "activation_gradient" and sums == MOST_SUMS and block.stages > 3
     too_wide = block.columns > 2 * max(gemm.columns, 64) or block.rows > 2 * max(gemm.rows, 64)
-    return shared_bytes <= MOST_SHARED_BYTES and sums <= _most_sums(block, op, activation, capability) and not too_wide
+    fits = shared_bytes <= MOST_SHARED_BYTES and sums <= _most_sums(block, op, activation, capability)
+    return fits and not (too_deep or too_wide)
 
 
 def _most_sums(block: TileConfig, op: str, activation: str, capability: int) -> int:

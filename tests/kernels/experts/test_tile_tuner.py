@@ -96,7 +96,7 @@ def test_pairs_of_programs_are_tried_behind_what_is_used_untuned(op: str) -> Non
 
 def test_the_models_choice_is_wide_tiles_by_pointers_and_lower_ones_for_few_rows() -> None:
     wide = TileConfig(128, 256, 64, warps=8, stages=4)
-    assert blocks_for(SHAPE) == TileConfigs(replace(wide, columns=128), wide, wide, wide, wide)
+    assert blocks_for(SHAPE) == TileConfigs(replace(wide, columns=128), wide, replace(wide, stages=3), wide, wide)
     assert blocks_for(replace(SHAPE, rows_of_expert=16)).down.rows == 64
     assert [len(candidates(op, replace(SHAPE, dtype="float32"))) for op in OPS] == [1] * 5
 
@@ -277,6 +277,8 @@ def test_tiles_of_weight_gradients_are_narrow_where_wide_ones_spill(monkeypatch:
     monkeypatch.setattr(point, "OLD_TRITON", True)
     old = blocks_at(*given, 90)
     assert (old.weight_gradient.columns, old.input_gradient.columns) == (128, 256)
+    assert blocks_at(MegaKernel(warps=4), *given[1:], 90).activation_gradient.columns == 128
+    assert blocks_at(MegaKernel(warps=4, tile_columns=32), *given[1:], 90).activation_gradient.columns == 32
     # What is asked for narrower stays so.
     assert blocks_at(MegaKernel(tile_columns=64), *given[1:], 100).weight_gradient.columns == 64
     columns = [blocks_of(SHAPE, torch.device("meta"), capability).weight_gradient.columns for capability in (90, 100)]
