@@ -14,15 +14,18 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from benchmarks.__main__ import PAGES
 from benchmarks.__main__ import app as benchmarks
-from moesys import ClusterSpec, CpSat, Experiment, Fsep, Generated, Greedy, ModelShape, Strategy
+from moesys import ClusterSpec, CpSat, Experiment, Fsep, Generated, Greedy, ModelShape, Strategy, plan_layout
 from moesys.__main__ import COMMANDS, app, main
+from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.runs.declarations import changed
+from moesys.load import LoadMatrix
 
 HEAD = "import moesys as ms\nfrom moesys.config.experiment import Experiment\n"
 
@@ -305,15 +308,18 @@ def test_a_signal_during_an_import_ends_a_command_without_a_traceback(at, number
     assert capfd.readouterr() == ("", "")
 
 
-def test_ctrl_c_is_an_interruption_after_a_plan_of_cp_sat():
-    code = """
-import signal, numpy as np, moesys as ms
-load = ms.planning.LoadMatrix(np.random.default_rng(0).integers(1, 99, (4, 8)))
-ms.plan_layout(load, ms.ClusterSpec(num_nodes=2, ranks_per_node=2), ms.CpSat(), 3)
-try:
-    signal.raise_signal(signal.SIGINT)
-except KeyboardInterrupt:
-    print("interrupted")
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
+def interrupted_behind_a_plan() -> str:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    load = LoadMatrix(np.random.default_rng(0).integers(1, 99, (4, 8)))
+    plan_layout(load, ClusterSpec(num_nodes=2, ranks_per_node=2), CpSat(), 3)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        return "interrupted"
+    return "not interrupted"
+
+
+def test_ctrl_c_is_an_interruption_after_a_plan_of_cp_sat(ranks: LocalRanks) -> None:
+    """Not: the end of the process, to which OR-Tools leaves the signal."""
+    assert ranks.run(interrupted_behind_a_plan, num_ranks=1) == ["interrupted"]

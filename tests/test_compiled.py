@@ -222,12 +222,11 @@ def test_code_that_cannot_be_kept_ends_nothing_and_a_line_names_the_folder(loops
     def full() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 
-    for _ in range(2):
-        num_loaded, lines = ends(loops.start(preexec_fn=full))
-        assert (num_loaded, lines[0], len(lines)) == (0, COMPILES, 2)
-        assert lines[1].startswith(f"moesys cannot keep compiled loops in {loops.cache} (File too large) or ")
-        assert lines[1].endswith("set NUMBA_CACHE_DIR to a folder that only you can write")
-        assert [path.name for path in loops.cache.rglob("*") if path.is_file()] == ["lock"]
+    num_loaded, lines = ends(loops.start(preexec_fn=full))
+    assert (num_loaded, lines[0], len(lines)) == (0, COMPILES, 2)
+    assert lines[1].startswith(f"moesys cannot keep compiled loops in {loops.cache} (File too large) or ")
+    assert lines[1].endswith("set NUMBA_CACHE_DIR to a folder that only you can write")
+    assert [path.name for path in loops.cache.rglob("*") if path.is_file()] == ["lock"]
 
 
 @pytest.mark.ranks
@@ -241,7 +240,7 @@ def test_a_lock_or_folder_that_cannot_be_opened_is_passed_over_and_code_in_it_is
     else:
         shutil.rmtree(folder)
         folder.touch()
-    assert ends(loops.start()) == ((1, []) if planted == "lock" else (0, [COMPILES]))
+        assert ends(loops.start()) == (0, [COMPILES])
     assert ends(loops.start()) == (1, [])
 
 

@@ -7,9 +7,8 @@ import math
 import os
 import re
 import shutil
+import signal
 import socket
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 from lab_cases import CLUSTER, EP, FSEP, FSEP_WIDE, MODEL, experiment, record, simulated
 
 from moesys import Experiment, Fsep, Training
+from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.runs.records import Record, RunFolder, latest, record_journal, setting_fingerprint
 
 LINES = record_journal(Path())
@@ -180,17 +180,14 @@ def test_a_second_writer_is_told_who_is_first(tmp_path):
     RunFolder.open(experiment(), tmp_path).close()
 
 
-def test_a_writer_that_is_killed_lets_go(tmp_path):
-    code = (
-        "import os, signal, sys; from lab_cases import experiment, record\n"
-        "from moesys.lab.runs.records import RunFolder\n"
-        f"folder = RunFolder.open(experiment(), {str(tmp_path)!r})\n"
-        "folder.append(record(experiment().trials()[0]))\n"
-        "os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    killed = subprocess.run([sys.executable, "-c", code], env=environment, check=False)
-    assert killed.returncode == -9
+def write_and_die(out: Path) -> None:
+    RunFolder.open(experiment(), out).append(record(experiment().trials()[0]))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_writer_that_is_killed_lets_go(ranks: LocalRanks, tmp_path: Path) -> None:
+    (died,) = ranks.outcomes(write_and_die, tmp_path, num_ranks=1)
+    assert died.reason == "was killed by signal 9"
     with RunFolder.open(experiment(), tmp_path) as folder:
         assert folder.records() == [record(experiment().trials()[0])]
 
