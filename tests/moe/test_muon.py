@@ -63,8 +63,8 @@ def test_one_process_does_what_torch_does_of_each_matrix(options: dict[str, Any]
     assert moved > 0.01 * STEPS
 
 
-# Every sharding, number of ranks and dtype; the sweep has all of three. Two ranks divide the six experts under ``fsep``,
-# and have gradients of whole ones; four do not.
+# Every sharding, number of ranks and dtype; the sweep has all of three. Two ranks divide the six experts under
+# ``fsep``, and have gradients of whole ones; four do not.
 QUICK = zip((2, 2, 1, 4), ("fsep", "lent", "ep", "fsep"), 2 * DTYPES, strict=True)
 CELLS, STEPS = (list(product((1, 2, 4), STRATEGIES, DTYPES)), 10) if SWEEP else (list(QUICK), 4)
 
