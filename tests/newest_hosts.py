@@ -25,7 +25,7 @@ INSTALLED = [*sys.path, str(Path(sys.prefix) / "hosts")]
 # Arguments of pytest, by the name of the package.
 HOSTS: dict[str, tuple[str, ...]] = {
     "transformers": ("tests/hf", "--ignore=tests/hf/test_trl.py"),
-    "trl": ("tests/hf/test_trl.py", "-m", "slow"),
+    "trl": ("tests/hf/test_trl.py", "-m", "not gpu"),
     "torchtitan": ("tests/torchtitan",),
 }
 

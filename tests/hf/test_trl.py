@@ -45,7 +45,7 @@ OPTIONS: dict[str, Any] = {
 }
 
 # TRL and transformers warn of what TRL itself uses.
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(autouse=True)
@@ -117,6 +117,7 @@ def numbers_of(trainer: Any) -> list[float]:
     return [each[name] for each in history if "loss" in each for name in ("loss", "grad_norm")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
 def test_trainers_train_as_with_all_to_all(ranks: LocalRanks, tmp_path: Path, kind: str) -> None:
     """And go on from a checkpoint as if they had not been stopped."""

@@ -265,9 +265,10 @@ def test_the_page_is_followed(titan: LocalRanks, tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", ["deepseek_v3", "gpt_oss"])
 def test_other_models_train_as_torchtitan_does(titan: LocalRanks, theirs: Any, model: str) -> None:
     for name in ("lent", "fsep"):
-        found = titan.run(train, Run(ours(STRATEGIES[name]), model), num_ranks=2)
-        # These have their full width. Adam multiplies what the order of sums changes in small gradients.
-        same_training(found, theirs(2, model=model), tolerance=1e-4)
+        # These have their full width. Adam multiplies what the order of sums changes in small gradients, until a token
+        # of gpt-oss chooses another expert in the sixth step.
+        found = titan.run(train, Run(ours(STRATEGIES[name]), model, eps=1e-3), num_ranks=2)
+        same_training(found, theirs(2, model=model, eps=1e-3), tolerance=1e-4)
 
 
 @pytest.mark.slow
