@@ -60,7 +60,7 @@ BUDGETS = {
     "moesys, entry points": Budget(268, 4),
     "benchmarks": Budget(7_466, 56),
     "experiments": Budget(1_505, 16),
-    "tests": Budget(42_931, 319),
+    "tests": Budget(42_932, 319),
 }
 TOTAL = Budget(37_632, 239)
 OUTSIDE = ("benchmarks", "experiments", "tests")
