@@ -112,10 +112,12 @@ def blocks_at(
         capability = capability_of(device)
     narrow = OLD_TRITON or capability > HOPPER
     outer = replace(block, columns=min(block.columns, NARROW_COLUMNS)) if narrow else block
+    found = replace(TileConfigs.all_of(block), up=halved, weight_gradient=outer)
+    if block.warps >= usual.warps:
+        return found
     # With fewer warps a thread has more of a tile, and what follows from it does not fit in registers beside it.
     half = replace(block, columns=max(SUM_COLUMNS, block.columns // 2))
-    back = half if block.warps < usual.warps else block
-    return replace(TileConfigs.all_of(block), up=halved, weight_gradient=outer, activation_gradient=back)
+    return replace(found, activation_gradient=half, weight_gradient=half if capability > HOPPER else outer)
 
 
 def programs_at(point: MegaPoint, heap: Heap) -> int:

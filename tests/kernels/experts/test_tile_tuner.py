@@ -278,6 +278,8 @@ def test_tiles_of_weight_gradients_are_narrow_where_wide_ones_spill(monkeypatch:
     old = blocks_at(*given, 90)
     assert (old.weight_gradient.columns, old.input_gradient.columns) == (128, 256)
     assert blocks_at(MegaKernel(warps=4), *given[1:], 90).activation_gradient.columns == 128
+    pairs = [blocks_at(MegaKernel(warps=4, tile_columns=128), *given[1:], each).weight_gradient for each in (90, 100)]
+    assert [block.columns for block in pairs] == [128, 64]
     assert blocks_at(MegaKernel(warps=4, tile_columns=32), *given[1:], 90).activation_gradient.columns == 32
     # What is asked for narrower stays so.
     assert blocks_at(MegaKernel(tile_columns=64), *given[1:], 100).weight_gradient.columns == 64
