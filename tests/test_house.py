@@ -48,7 +48,7 @@ PACKAGES = {
 BUDGETS = {
     "moesys/config": Budget(2_133, 13),
     "moesys, ground files": Budget(2_452, 17),
-    "moesys/kernels": Budget(4_751, 39),
+    "moesys/kernels": Budget(4_753, 39),
     "moesys/balance": Budget(5_478, 37),
     "moesys/overlap": Budget(2_810, 15),
     "moesys/moe": Budget(4_660, 22),
@@ -60,9 +60,9 @@ BUDGETS = {
     "moesys, entry points": Budget(268, 4),
     "benchmarks": Budget(7_466, 56),
     "experiments": Budget(1_505, 16),
-    "tests": Budget(42_932, 319),
+    "tests": Budget(42_934, 319),
 }
-TOTAL = Budget(37_632, 239)
+TOTAL = Budget(37_634, 239)
 OUTSIDE = ("benchmarks", "experiments", "tests")
 
 
