@@ -29,7 +29,7 @@ from moesys.config.workload import Generated
 from moesys.lab.commands.options import Jobs, option, refusing
 from moesys.lab.ranks.pool import Workers
 from moesys.lab.runs.places import num_workers
-from moesys.lab.show.progress import status_line
+from moesys.lab.show.progress import steps_told
 from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 from moesys.load import IntArray, LoadMatrix
 from moesys.simulator.step_program import simulate
@@ -182,7 +182,7 @@ def bench_certificates(
     order = sorted(drawn, key=lambda one: -one[0].num_ranks)
     found: dict[tuple[PlannedCase, int], CaseRatios] = {}
     with (
-        status_line(output.quiet) as tell,
+        steps_told("certificates", len(drawn), output.quiet) as tell,
         closing(Workers(num_workers(jobs), warm_up)) as workers,
     ):
         answers = {workers.submit(certify_case, case, seed): (case, seed) for case, seed in order}

@@ -47,7 +47,7 @@ from moesys.config import Strategy
 from moesys.lab.commands.options import flag, option, refusing
 from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
 from moesys.lab.runs.statistics import Quantiles
-from moesys.lab.show.progress import status_line
+from moesys.lab.show.progress import steps_told
 from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 
 EP = "ep"
@@ -183,7 +183,7 @@ def measure(
             LocalRanks(num_ranks, timeouts=_TIMEOUTS, environment=_KEEPING_MEMORY if keep_memory else None)
         )
         ranks.run(prepare, parts[0].host, groups)
-        tell = opened.enter_context(status_line(quiet))
+        tell = opened.enter_context(steps_told("hosts", len(parts), quiet))
         for part in parts:
             tell(part.routing)
             outcomes = of_all_ranks(ranks.run(measure_on_rank, part, folder, repeats))

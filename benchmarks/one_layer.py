@@ -24,7 +24,7 @@ from benchmarks.harness.stopwatch import Work, processor_ms, wall_ms
 from moesys.config import LayoutInvariant, ModelShape, Ordered, Strategy
 from moesys.lab.commands.options import flag, option, refusing
 from moesys.lab.runs.statistics import Quantiles
-from moesys.lab.show.progress import status_line
+from moesys.lab.show.progress import steps_told
 from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 from moesys.moe.layer import MoELayer
 from moesys.moe.masters import DTYPES
@@ -159,7 +159,7 @@ def measure(
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        with status_line(quiet) as tell:
+        with steps_told("layer", len(cases), quiet) as tell:
             for case in cases:
                 tell(f"{case.name}, {case.shape.dtype}")
                 rows += _measure(case, repeats, reduction)

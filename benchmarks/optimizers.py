@@ -27,7 +27,7 @@ from benchmarks.harness.stopwatch import interleave, wall_ms
 from moesys.config import Ep, Fsep, ModelShape, Strategy
 from moesys.lab.commands.options import option, refusing
 from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
-from moesys.lab.show.progress import status_line
+from moesys.lab.show.progress import steps_told
 from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, figure, publish
 from moesys.moe import muon
 from moesys.moe.gradients import sync_gradients
@@ -89,7 +89,7 @@ def bench_optimizers(
         if experts % ranks:
             raise ValueError(f"ranks={ranks} does not divide the {experts} experts of a layer; choose a divisor")
     size = Size(layers, experts, hidden, width)
-    with LocalRanks(ranks, timeouts=_TIMEOUTS) as pool, status_line(output.quiet) as tell:
+    with LocalRanks(ranks, timeouts=_TIMEOUTS) as pool, steps_told("optimizers", 1, output.quiet) as tell:
         tell(f"{ranks} ranks")
         rows = of_slowest(pool.run(measure_on_rank, size, repeats))
     machine = machine_line(1)

@@ -29,7 +29,7 @@ from moesys.config.overlap import Pipelined
 from moesys.lab.commands.options import option, refusing
 from moesys.lab.ranks.torchrun_ranks import start_ranks
 from moesys.lab.runs.statistics import Quantiles
-from moesys.lab.show.progress import status_line
+from moesys.lab.show.progress import steps_told
 from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 from moesys.moe.layer import MoELayer
 
@@ -185,7 +185,7 @@ def measure(parts: Sequence[Part], repeats: int, threads: int, quiet: bool = Fal
     """
     rows, paces = [], []
     ranks, _ = start_ranks(NUM_RANKS, threads=threads)
-    with closing(ranks), status_line(quiet) as tell:
+    with closing(ranks), steps_told("overlap", len(parts), quiet) as tell:
         for part in parts:
             tell(part.name)
             by_rank = ranks.run(measure_on_rank, part, repeats, timeout_s=_RANKS_TIMEOUT_S)

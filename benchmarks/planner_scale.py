@@ -32,7 +32,7 @@ from moesys.config import Balance, ClusterSpec, Fsep, ModelRun, ModelSpec, Split
 from moesys.config.workload import Generated
 from moesys.lab.commands.options import option, refusing
 from moesys.lab.runs.statistics import Quantiles
-from moesys.lab.show.progress import status_line
+from moesys.lab.show.progress import steps_told
 from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
@@ -297,7 +297,7 @@ def bench_planner_scale(
     if rebalance:
         runs += [(case, PEER) for case in CASES if case.num_ranks <= MOST_PEER_RANKS]
     rows, in_training = [], []
-    with status_line(output.quiet) as tell:
+    with steps_told("planner-scale", len(runs) + len(TRAINING_CASES), output.quiet) as tell:
         for case, planner in sorted(runs, key=lambda run: CASES.index(run[0])):
             tell(f"{case.name}, {planner}")
             rows.append(measure(case, planner, seeds, repeats, rebalance if planner == PEER else None))

@@ -46,7 +46,7 @@ from moesys.lab.commands.options import Jobs, option, refusing
 from moesys.lab.ranks.pool import Workers
 from moesys.lab.runs.environment import source_digest
 from moesys.lab.runs.places import num_workers
-from moesys.lab.show.progress import status_line
+from moesys.lab.show.progress import steps_told
 from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 from moesys.layout import ExpertLayout
 from moesys.load import IntArray, LoadMatrix
@@ -314,7 +314,7 @@ def all_scores(
         keys = {(one, part): key_of(part, one, micro_batches) for one in sequences for part in PARTS}
         missing = {key: (part, one) for (one, part), key in keys.items() if key not in known}
         begin_s = time.monotonic()
-        with status_line(quiet) as tell:
+        with steps_told("planners", len(missing), quiet) as tell:
             for done, scores in enumerate(_made(list(missing.values()), jobs, micro_batches), start=1):
                 part, known[scores.key] = missing[scores.key][0], scores
                 journals[part].append(scores)

@@ -25,7 +25,7 @@ from moesys.balance.predictors import measured_drift
 from moesys.config.model_spec import read_config
 from moesys.hf.routing_replay import record_routing
 from moesys.lab.commands.options import Quiet, argument, folder_to_write, refusing
-from moesys.lab.show.progress import status_line
+from moesys.lab.show.progress import steps_told
 from moesys.lab.train.text import Text, load_text
 from moesys.load import IntArray, LoadMatrix
 from moesys.traces import Trace, save_trace
@@ -109,7 +109,7 @@ def record(recipe: Recipe, text: Text, quiet: bool = False) -> Trace:
     for router in routers:
         router.register_forward_hook(lambda router, _, output: logits.update({router: output[0].detach()}))
     counted = []
-    with status_line(quiet) as tell:
+    with steps_told(recipe.name, recipe.steps[-1] + 1, quiet) as tell:
         for step in range(recipe.steps[-1] + 1):
             if step in recipe.steps:
                 with torch.no_grad():

@@ -21,7 +21,7 @@ from moesys.config import Fsep, Overlap, Strategy, presets
 from moesys.config.overlap import MegaKernel, Pipelined, Sequential
 from moesys.config.workload import Generated
 from moesys.lab.commands.options import option, refusing
-from moesys.lab.show.progress import status_line
+from moesys.lab.show.progress import steps_told
 from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, figure, publish
 from moesys.load import LoadMatrix
 from moesys.simulator.step_program import simulation
@@ -66,7 +66,7 @@ def bench_simulate(
         names = chosen("overlap", overlap, OVERLAPS)
     asked = [(name, *size) for size in SIZES if size[1] <= most_ranks for name in names]
     timings = []
-    with status_line(output.quiet) as tell:
+    with steps_told("simulate", len(asked), output.quiet) as tell:
         for name, layers, ranks in asked:
             tell(f"{name}, {layers} layers on {ranks} ranks")
             timings.append(time_step(name, layers, ranks, repeats))

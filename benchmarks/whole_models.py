@@ -44,7 +44,7 @@ from moesys.hf.registration import register
 from moesys.lab.commands.options import flag, option, refusing
 from moesys.lab.ranks.torchrun_ranks import start_ranks
 from moesys.lab.runs.statistics import Quantiles
-from moesys.lab.show.progress import status_line
+from moesys.lab.show.progress import steps_told
 from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 
 THEIRS = "all_to_all"
@@ -173,7 +173,7 @@ def measure(
     rows: list[Row] = []
     memory_rows: list[MemoryRow] = []
     ranks, _ = start_ranks(num_ranks)
-    with tempfile.TemporaryDirectory() as folder, closing(ranks), status_line(quiet) as tell:
+    with tempfile.TemporaryDirectory() as folder, closing(ranks), steps_told("models", len(parts), quiet) as tell:
         for part in parts:
             tell(f"{part.model}, {part.routing}")
             path = Path(folder, part.model)

@@ -49,7 +49,7 @@ from moesys.kernels.split.flow import split
 from moesys.kernels.split.tables import SplitTables, tables_of
 from moesys.kernels.symmetric.counts import Origin, count_regions, receive_counts, send_counts
 from moesys.kernels.symmetric.heap import Heap
-from moesys.lab.show.progress import status_line
+from moesys.lab.show.progress import steps_told
 from moesys.lab.show.sheets import Column, CommandOutput, Report, Sheet, publish
 
 COPY_BYTES = 16
@@ -58,6 +58,8 @@ RESERVED_BYTES = 1024
 # Counts, places, weights and flags are loaded one at a time; elements of rows are not.
 WORD_BYTES = 4
 ACTIVATION = "swiglu"
+# The numbers of steps that ``compile_size`` and ``compile_mega`` announce.
+NUM_OPS, NUM_MEGA_OPS = 17, 17
 # The ranks of a MegaKernel, and its points whose code differs; shares and orders of tiles are numbers. Two programs of
 # ``PAIRS`` are to fit on a multiprocessor.
 NUM_RANKS, PAIRS = 8, "pairs"
@@ -143,7 +145,8 @@ def main(sizes: Sequence[Size], mega: bool, with_candidates: bool, arch: str, ou
     notes: list[str] = []
     num_failed = 0
     target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
-    with warnings.catch_warnings(), status_line(output.quiet) as tell:
+    num_ops = NUM_OPS + NUM_MEGA_OPS * mega + len(OPS) * with_candidates
+    with warnings.catch_warnings(), steps_told("compiling", num_ops * len(sizes), output.quiet) as tell:
         warnings.simplefilter("ignore", UserWarning)
         for size in sizes:
             rows += compile_size(size, torch.bfloat16, tell, target=target)

@@ -16,7 +16,7 @@ from benchmarks.kernels.tile_tuning import tune_blocks
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfig, TileConfigs
 from moesys.kernels.experts.tile_tuner import OPS, Gpu, blocks_for, cache_file
 from moesys.lab.commands.options import flag, option, refusing
-from moesys.lab.show.progress import status_line
+from moesys.lab.show.progress import steps_told
 from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 
 
@@ -85,7 +85,7 @@ def tune_tiles(sizes: Sequence[Size], output: CommandOutput = AS_TABLES) -> None
     if not torch.cuda.is_available():
         raise ValueError("tuning times kernels on a GPU, and this machine has none that torch can use")
     gpu, rows = Gpu.of(torch.device("cuda")), []
-    with status_line(output.quiet) as tell:
+    with steps_told("tuning", len(OPS) * len(sizes), output.quiet) as tell:
         for size in sizes:
             shape, found = tune_size(size, tell)
             untuned = blocks_for(shape, gpu.multiprocessors, gpu.capability)

@@ -45,7 +45,7 @@ from moesys.kernels.experts.products import INTERPRETED
 from moesys.kernels.experts.tile_config import ShapeClass
 from moesys.kernels.experts.tile_tuner import OPS, blocks_of
 from moesys.lab.runs.statistics import Quantiles
-from moesys.lab.show.progress import status_line
+from moesys.lab.show.progress import steps_told
 from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, plain, publish, write
 
 WHOLE, HELD = "forward + backward", "forward, host ahead"
@@ -280,10 +280,11 @@ def main(asked: KernelsContest, output: CommandOutput = AS_TABLES) -> int:
         except Exception as error:
             found.absent[name] = in_a_line(error)
     extras = asked.extras and OURS in here
+    steps = len(asked.sizes) * (len(asked.routings) * (len(here) + 1 + (OURS in here)) + 1) + 2 * extras
     files = output.files(found.report())
     # A file that cannot be written fails before anything is measured.
     write(found.report(), **files)
-    with status_line(output.quiet) as tell:
+    with steps_told("kernels", steps, output.quiet) as tell:
 
         def add(measured: list[LayerResult], findings: list[Finding], kernels: Sequence[KernelResult] = ()) -> None:
             found.measured += measured

@@ -30,7 +30,7 @@ from moesys.files import FolderLock
 from moesys.journal import Journal
 from moesys.lab.runs.environment import source_digest
 from moesys.lab.runs.places import num_workers, simulating_workers
-from moesys.lab.show.progress import status_line
+from moesys.lab.show.progress import steps_told
 from moesys.layout import ExpertLayout, owner_of_experts
 from moesys.limits import rank_memory
 from moesys.load import LoadMatrix
@@ -242,7 +242,7 @@ def results(
                     for balance in dict.fromkeys(pair.balance for pair in missing):
                         its = {pair: keys[pair] for pair in missing if pair.balance == balance}
                         tasks.append(_Task(setting, group, sample, its))
-        with status_line(quiet) as tell, closing(_scored_tasks(tasks, jobs)) as scored:
+        with steps_told("leaderboard", len(tasks), quiet) as tell, closing(_scored_tasks(tasks, jobs)) as scored:
             for task, found in scored:
                 tell(f"{task.setting.name}, seed {task.sample}, {found[0].planner.split(' + ')[0]}")
                 for result in found:

@@ -36,7 +36,7 @@ from moesys.kernels.mega.arguments import MegaMemory
 from moesys.kernels.symmetric.heap import Heap
 from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
 from moesys.lab.runs.statistics import Quantiles
-from moesys.lab.show.progress import status_line
+from moesys.lab.show.progress import steps_told
 from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 
 ON_GPU_RANKS, ON_GPU_BIT_RUNS = 4, 20
@@ -168,7 +168,7 @@ def main(asked: MegaContest, output: CommandOutput = AS_TABLES) -> int:
     """Checks, times and prints; returns 1 if a bit differs."""
     meter = GpuMeter(asked.device) if asked.device.type == "cuda" else CpuMeter()
     layer = draw_layer(asked.size, asked.num_ranks, asked.dtype, asked.device)
-    with status_line(output.quiet) as tell:
+    with steps_told("overlap mega", len(asked.points) + 2, output.quiet) as tell:
         outcomes = (_on_streams if asked.device.type == "cuda" else _on_processes)(asked, layer, tell)
     rows = rows_of(outcomes)
     publish(_report(asked, layer, meter.source, meter.machine, rows), output)

@@ -33,7 +33,7 @@ from moesys.lab.commands.options import flag, option, refusing
 from moesys.lab.ranks.torchrun_ranks import Ranks
 from moesys.lab.runs.environment import available_cores
 from moesys.lab.runs.statistics import Quantiles
-from moesys.lab.show.progress import status_line
+from moesys.lab.show.progress import steps_told
 from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 from moesys.simulator.model.simulate_model import simulate_model
 from moesys.simulator.step_program import simulation
@@ -136,7 +136,7 @@ def run_cases(
     for strategy in {strategy for case in cases for strategy in case.strategies}:
         # Planners are compiled once here, and not on all ranks at once.
         warm_up(strategy.balance, strategy.split, late_slots=bool(strategy.late_slots))
-    with status_line(quiet) as begin:
+    with steps_told("shaped links", len(cases), quiet) as begin:
         for number, each, latency_us in dict.fromkeys(case.hosts for case in cases):
             first, *_ = together = [case for case in cases if case.hosts == (number, each, latency_us)]
             cpus = SHARED_OUT * available_cores() / number if shares else None

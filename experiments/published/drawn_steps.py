@@ -19,7 +19,7 @@ from moesys.balance.run_planner import split_tokens
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.workload import Generated
 from moesys.lab.runs.environment import available_cores
-from moesys.lab.show.progress import status_line
+from moesys.lab.show.progress import steps_told
 from moesys.layout import TokenPlan
 from moesys.load import IntArray
 from moesys.simulator.rest_of_step import RestOfStep
@@ -100,15 +100,17 @@ class SimulatedStep:
 Found = Mapping[Scenario, Sequence[SimulatedStep]]
 
 
-def simulate(scenarios: Collection[Scenario], seeds: Sequence[int], num_processes: int = available_cores()) -> Found:
-    """Simulates every scenario under each seed. ``num_processes`` changes no result."""
+def simulate(
+    scenarios: Collection[Scenario], seeds: Sequence[int], what: str, num_processes: int = available_cores()
+) -> Found:
+    """Simulates every scenario under each seed; ``what`` names the progress. ``num_processes`` changes no result."""
     plannings: dict[Planning, list[Scenario]] = {}
     for scenario in dict.fromkeys(scenarios):
         plannings.setdefault(scenario.planning, []).append(scenario)
     jobs = [(planning, sharing, seed) for seed in seeds for planning, sharing in plannings.items()]
     found: dict[Scenario, list[SimulatedStep]] = {scenario: [] for scenario in scenarios}
     pool = ProcessPoolExecutor(num_processes, mp_context=get_context("forkserver"))
-    with pool, status_line() as tell:
+    with pool, steps_told(what, len(jobs)) as tell:
         parallel = num_processes > 1 and len(jobs) > 1
         results = pool.map(_simulate_planning, jobs) if parallel else map(_simulate_planning, jobs)
         for _, sharing, seed in jobs:

@@ -113,7 +113,7 @@ def megatron_sheet(constants: Constants, seeds: Sequence[int], laer_seconds: Map
     """Simulates Megatron's iterations of all shapes. ``laer_seconds``: LAER's simulated seconds, by shape."""
     free = replace(constants, dispatcher_ms=0.0, rows_slowdown=0.0)
     scenarios = {(model, by): megatron_scenario(model, by) for model in laer.MODELS for by in (free, constants)}
-    found = simulate(scenarios.values(), seeds)
+    found = simulate(scenarios.values(), seeds, "Megatron")
     rows = []
     for model in laer.MODELS:
         steps = {by: SimulatedStep.mean(found[scenarios[model, by]]) for by in (free, constants)}

@@ -69,7 +69,7 @@ class Fit:
 
 
 def simulate_ends(
-    scenarios: Mapping[Key, ScenarioOf], routings: Sequence[Routing], seeds: Sequence[int]
+    scenarios: Mapping[Key, ScenarioOf], routings: Sequence[Routing], seeds: Sequence[int], what: str
 ) -> dict[tuple[Routing, Key], Ends]:
     """Simulates each scenario under each routing at both ends of ``ROWS_SLOWDOWNS``, without a dispatcher."""
     made: dict[tuple[Routing, Key], list[Scenario]] = {}
@@ -77,7 +77,7 @@ def simulate_ends(
         growth, unrest = routing
         constants = replace(CONSTANTS, dispatcher_ms=0.0, rows_slowdown=slowdown, skew_growth=growth, unrest=unrest)
         made.setdefault((routing, key), []).append(scenario(constants))
-    found = simulate([of for both in made.values() for of in both], seeds)
+    found = simulate([of for both in made.values() for of in both], seeds, what)
     return {of: (SimulatedStep.mean(found[none]), SimulatedStep.mean(found[most])) for of, (none, most) in made.items()}
 
 
@@ -106,7 +106,7 @@ def simulate_grid(
 
     whens = {"rows": iterations, "breakdown": (laer.BREAKDOWN_ITERATION,)}
     scenarios = {(method, of): scenario(method, when) for method in METHODS for of, when in whens.items()}
-    return simulate_ends(scenarios, routings, seeds)
+    return simulate_ends(scenarios, routings, seeds, "fit")
 
 
 def misfit(
@@ -276,7 +276,7 @@ def reproduce(
         "max/mean": busiest_claims(constants, iterations),
     }
     scenarios = [of for table in claims.values() for claim in table for of in (claim.scenario, claim.per) if of]
-    found = simulate(scenarios, seeds)
+    found = simulate(scenarios, seeds, "LAER-MoE")
     return {name: [claim.simulated_by(found) for claim in table] for name, table in claims.items()}
 
 
@@ -349,10 +349,10 @@ def stage_rows(fits: Sequence[Fit], models: Sequence[LaerModel] = laer.MODELS) -
 
     best, made = fits[0].constants, {of: scenario(*of) for of in product(models, STAGES)}
     direct = {of: scenario(best) for of, scenario in made.items()}
-    found = simulate(direct.values(), STAGE_SEEDS)
+    found = simulate(direct.values(), STAGE_SEEDS, "stages")
     steps = {of: SimulatedStep.mean(found[scenario]) for of, scenario in direct.items()}
     routings = list(dict.fromkeys((one.constants.skew_growth, one.constants.unrest) for one in fits))
-    ends = simulate_ends(made, routings, STAGE_SEEDS)
+    ends = simulate_ends(made, routings, STAGE_SEEDS, "stages, all constants that fit")
     of_rows = [model for row in laer.ROWS if (model := laer.model_of(row.model)) in models]
 
     def speed_up(seconds: Mapping[tuple[LaerModel, Stage], float], stage: Stage, over: Stage) -> float:

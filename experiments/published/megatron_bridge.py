@@ -57,7 +57,7 @@ from moesys.config import ClusterSpec, ModelSpec, Strategy, presets
 from moesys.config.model_run import ModelRun, Parallelism
 from moesys.config.overlap import Sequential
 from moesys.lab.commands.options import AsJson, OutFolder, Quiet, Wide
-from moesys.lab.show.progress import status_line
+from moesys.lab.show.progress import steps_told
 from moesys.lab.show.sheets import Column, CommandOutput, Report, Sheet, publish
 from moesys.simulator.model.model_cost import model_flops_per_token
 from moesys.simulator.model.simulate_model import simulate_model
@@ -359,7 +359,7 @@ def main(out: OutFolder = None, as_json: AsJson = False, quiet: Quiet = False, w
     rows = published_rows()
     rates = fit_rates([row for row in rows.values() if row.fitted and row.listed])
     found = {}
-    with status_line(quiet) as tell:
+    with steps_told("Megatron-Bridge", len(rows), quiet) as tell:
         for number, row in rows.items():
             tell(f"row {number}, {row.model}")
             found[number] = simulate_row(row, rates[row.system, row.precision])

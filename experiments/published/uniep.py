@@ -40,7 +40,7 @@ from moesys.balance.plan import plan_layer
 from moesys.config import ClusterSpec, ModelShape, Overlap, Strategy, presets
 from moesys.config.overlap import MegaKernel, Sequential
 from moesys.lab.commands.options import AsJson, OutFolder, Quiet, Wide
-from moesys.lab.show.progress import status_line
+from moesys.lab.show.progress import steps_told
 from moesys.lab.show.sheets import Column, CommandOutput, Report, Sheet, publish
 from moesys.layout import TokenPlan
 from moesys.load import LoadMatrix
@@ -241,7 +241,7 @@ def main(out: OutFolder = None, as_json: AsJson = False, quiet: Quiet = False, w
     assert fitted is not None
     rates = (*RATES, fitted)
     nodes = ("1 x 8 H100", "1 x 8 H800")
-    with status_line(quiet) as tell:
+    with steps_told("uniep", len(nodes) * len(LAYERS) + 1, quiet) as tell:
         for name in nodes:
             overlaps = []
             for layer in LAYERS:

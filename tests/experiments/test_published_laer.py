@@ -190,7 +190,7 @@ def test_megatron_with_equal_experts_is_three_quarters_of_the_flops_and_what_mov
     model = laer.model_of("8x22b-e16k4")
     scenario = megatron_scenario(model, even)
     assert (scenario.cluster.num_ranks, scenario.planning.strategy.sharding.slots_per_rank) == (8, 2)
-    drawn = simulate([scenario], (0,), num_processes=1)[scenario][0]
+    drawn = simulate([scenario], (0,), "Megatron", num_processes=1)[scenario][0]
     assert drawn.max_over_mean < 1.05
     found = iteration_seconds(model, even, drawn.total)
     rows, tokens = 128 * 8_192 * 4 / 32, 128 * 8_192 / 32

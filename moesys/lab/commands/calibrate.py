@@ -9,7 +9,7 @@ from moesys.files import number_set, write_whole
 from moesys.lab.commands.options import Threads, option, refusing
 from moesys.lab.ranks.process_start import joins, writes
 from moesys.lab.runs.environment import available_cores, collect_environment
-from moesys.lab.show.progress import status_line
+from moesys.lab.show.progress import steps_told
 from moesys.lab.show.sheets import AS_TABLES, CommandOutput, Report, Sheet, publish
 
 if TYPE_CHECKING:
@@ -33,12 +33,12 @@ def calibrate_command(
     """Measures, writes and prints. Under torchrun all ranks call it, and the first one writes and prints."""
     check_ranks(ranks, device)
     # These imports are here because they import torch, and wrong options are refused before.
-    from moesys.lab.calibrate.measurement import calibrate
+    from moesys.lab.calibrate.measurement import PARTS, calibrate
     from moesys.lab.calibrate.timings import GRIDS, Effort
     from moesys.lab.ranks.torchrun_ranks import start_ranks
 
     started, cluster = start_ranks(ranks or min(MOST_LOCAL_RANKS, available_cores()), device, threads=threads)
-    with closing(started), status_line(output.quiet or not writes()) as tell:
+    with closing(started), steps_told("calibrate", len(PARTS), output.quiet or not writes()) as tell:
         grid, effort = GRIDS[device], Effort(repeats=repeats)
         found = calibrate(started, cluster, device_type=device, grid=grid, effort=effort, tell=tell)
     if writes():

@@ -6,7 +6,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
@@ -60,6 +60,30 @@ class Bars(Progress):
 
 def is_live(console: Console) -> bool:
     return console.is_terminal and not console.is_dumb_terminal and not console.quiet
+
+
+@contextmanager
+def steps_told(what: str, total: int, quiet: bool = False) -> Iterator[Callable[[str], None]]:
+    """Yields a function to call with the name of each of ``total`` steps when it begins.
+
+    It shows them on stderr, because tables go to stdout; ``quiet``: not at all.
+    """
+    console = Console(stderr=True, quiet=quiet)
+    bars = Bars(console, MofNCompleteColumn(), TimeRemainingColumn()) if is_live(console) else None
+    with bars or nullcontext():
+        task, begun = bars.add_task(what, total=total) if bars else TaskID(0), 0
+
+        def show(name: str) -> None:
+            nonlocal begun
+            if quiet:
+                return
+            if bars is None:
+                print(f"{what} [{begun + 1}/{total}] {name}", file=sys.stderr, flush=True)
+            else:
+                bars.update(task, description=f"{what}: {name}", completed=begun)
+            begun += 1
+
+        yield show
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from moesys.lab.runs.records import Samples
 from moesys.lab.show import progress
-from moesys.lab.show.progress import RunProgress, status_line
+from moesys.lab.show.progress import RunProgress, status_line, steps_told
 
 
 def with_step_ms(made, *values):
@@ -82,10 +82,11 @@ def test_a_pipe_gets_a_line_of_long_work_now_and_then(monkeypatch, capsys, silen
     assert capsys.readouterr().err.splitlines() == lines
 
 
-def test_words_of_users_are_no_markup_in_what_is_redrawn(monkeypatch, capsys):
+@pytest.mark.parametrize("shown", [status_line, lambda: steps_told("words", 1)])
+def test_words_of_users_are_no_markup_in_what_is_redrawn(monkeypatch, capsys, shown):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    with status_line() as tell:
+    with shown() as tell:
         tell("[red]a [/b] :fire:")
         time.sleep(0.5)
     assert "[red]a [/b] :fire:" in capsys.readouterr().err
