@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import moesys as ms
-from benchmarks.mega.mega_contest import points_of
+from benchmarks.mega.mega_contest import PAIRS, points_of
 from moesys.balance.run_planner import split_tokens
 from moesys.layout import ExpertLayout
 from moesys.simulator.mega_pass import mega_pass
@@ -54,7 +54,10 @@ def test_times_and_order_of_an_h200_are_predicted_from_its_calibration(
     cluster, layout = quarter_of_h200(), ExpertLayout(np.arange(E).reshape(R, E // R), E)
     plan = split_tokens(load, layout, cluster, ms.EvenSplit())
     measured, simulated_ms, ranges_ms = cells("overlap_h200_2026-11-27.md"), {}, {}
-    for name, point in points_of(MULTIPROCESSORS // R).items():
+    points = points_of(MULTIPROCESSORS // R)
+    # This point is newer than the page.
+    del points[PAIRS]
+    for name, point in points.items():
         simulated_ms[name] = 1e3 * mega_pass(point, MODEL, cluster, plan, backward, np.zeros(R)).end_R.max()
         match = MS.match(measured[name][1 + backward])
         assert match is not None
