@@ -210,7 +210,7 @@ def moe(**options: Any) -> ms.MoELayer:
     return ms.MoELayer(shape(dtype="float32"), strategy(), **options)
 
 
-# What the router of five tokens gives to experts, and a host's experts.
+# The router of five tokens gives these to experts; the next two lines have the experts of a host.
 X, IDS, WEIGHTS = torch.ones(5, 16), torch.tensor([[0, 1]] * 5), torch.ones(5, 2)
 UP, DOWN = torch.zeros(8, 12, 16), torch.zeros(8, 16, 12)
 FUSED: dict[str, Any] = {"gate_up": torch.zeros(8, 24, 16), "down": DOWN}

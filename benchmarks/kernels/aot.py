@@ -53,7 +53,7 @@ from moesys.lab.show.progress import steps_told
 from moesys.lab.show.sheets import Column, CommandOutput, Report, Sheet, publish
 
 COPY_BYTES = 16
-# What the system takes of a multiprocessor's shared memory for each program.
+# The system takes so many bytes of a multiprocessor's shared memory for each program.
 RESERVED_BYTES = 1024
 # Counts, places, weights and flags are loaded one at a time; elements of rows are not.
 WORD_BYTES = 4

@@ -230,7 +230,7 @@ class ContestResults:
 
     @property
     def worst(self) -> str:
-        """Where moesys is slowest, in words."""
+        """Returns in words where moesys is slowest."""
         compared = [(row.to_ours.median, row) for row in self.measured if row.to_ours]
         if not compared:
             return f"Nothing is compared with {OURS}."

@@ -51,7 +51,7 @@ UNFUSED = MegaKernel(fused="none", overlap_weight_gradients=False)
 SHARES = {SEQUENTIAL: 1.0, f"{SEQUENTIAL}, 3/4 of programs": 0.75, f"{SEQUENTIAL}, 1/2 of programs": 0.5}
 # Planned in the forward, and so in the CUDA graph of it; the plan of all others is made beforehand.
 ON_DEVICE = "fused, planned on the device"
-# Of two programs on a multiprocessor one waits or stores while the other multiplies.
+# While one of two programs on a multiprocessor waits or stores, the other one multiplies.
 PAIRS = "fused, two programs a multiprocessor"
 POINTS = {
     "fused": MegaKernel(),

@@ -227,7 +227,7 @@ def strategy_experts(
     matrices, products = description.names[:2], adapters_are_products(strategy) and ep_mesh.device_type == "cpu"
     by_products = [adapter_of.pop(name, None) for name in matrices] if products else []
 
-    # What FSDP would do beside.
+    # FSDP does this where it holds the parameters.
     beside = (dtype, num_batches) if alone else (None, None)
 
     def read() -> dict[str, Tensor]:

@@ -82,8 +82,8 @@ def experts(spec: Any, strategy: Strategy) -> Any:
 
 
 class _Model:
-    """What the layers of a model share: memory that they use in turn, and a runtime from their first forward on. The
-    layers are known by their indices, as long as they exist.
+    """Gives the layers of a model the memory that they use in turn, and a runtime from their first forward on. It knows
+    the layers by their indices, as long as they exist.
     """
 
     def __init__(self) -> None:

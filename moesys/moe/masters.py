@@ -175,7 +175,7 @@ class Masters(ABC):
 
     @property
     def keeps_casts(self) -> bool:
-        """Whether casts that forward has made stay for its backward."""
+        """True if the casts that a forward has made stay for its backward."""
         return True
 
     @abstractmethod

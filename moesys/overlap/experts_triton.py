@@ -296,23 +296,22 @@ def token_product(x_TA: Tensor, weight: Tensor, *, transposed: bool) -> Tensor:
     """Returns x @ weight [T, B] in their dtype, of ``weight`` [A, B], or [B, A] where it is ``transposed``."""
     if not len(x_TA):
         return x_TA.new_empty(0, weight.shape[0 if transposed else 1])
-    tile, (first_2, _) = _tile_of(x_TA), _one_group(x_TA)
+    tile, first_2 = _tile_of(x_TA), _one_group(x_TA)
     tiles = tile_table(first_2, len(x_TA), tile.rows)
     return grouped_gemm(x_TA.contiguous(), weight[None], first_2, tiles, tile, transposed=transposed)
 
 
 def token_gradient(dy_TB: Tensor, x_TA: Tensor, num_tokens: int, grid: Tensor) -> Tensor:
     """Returns dyᵀ @ x summed over blocks of ``num_tokens``, float64 [B, A], on ``grid``, a float64 on the device."""
-    first_2, only_1 = _one_group(x_TA)
-    groups = OrderedGroups(torch.arange(len(x_TA), dtype=torch.int32, device=x_TA.device), first_2, only_1)
+    entry_P = torch.arange(len(x_TA), dtype=torch.int32, device=x_TA.device)
+    groups = OrderedGroups(entry_P, _one_group(x_TA), entry_P.new_zeros(1))
     blocks = RowBlocks(num_tokens, grid.view(1))
     return weight_gradient(dy_TB, x_TA, groups, 1, "right", _tile_of(x_TA), blocks=blocks)[0]
 
 
-def _one_group(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns where the one group of all rows begins and ends, and its number."""
-    device = rows.device
-    return to_device([0, len(rows)], device, torch.int32), torch.zeros(1, dtype=torch.int32, device=device)
+def _one_group(rows: Tensor) -> Tensor:
+    """Returns where the one group of all rows begins and ends."""
+    return to_device([0, len(rows)], rows.device, torch.int32)
 
 
 def _tile_of(rows: Tensor) -> TileConfig:

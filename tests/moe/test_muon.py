@@ -190,7 +190,7 @@ def test_work_is_shared_out_over_layers(ranks: LocalRanks) -> None:
 
 
 def rows_at_once(strategy: ms.Strategy) -> tuple[bool, int]:
-    """Whether gradients of whole experts go to their owners, and the most experts that travel in one message."""
+    """Returns whether owners get gradients of whole experts, and the most experts that travel in one message."""
     optimizer = ms.Muon(ms.MoELayer(SHAPE.replace(num_experts=18), strategy))
     shares = [share for of_round in optimizer._rounds for share in of_round if share.counts]
     assert sum(sum(share.counts) for share in shares) == 18

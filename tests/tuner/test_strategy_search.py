@@ -193,7 +193,7 @@ def test_a_step_is_simulated_once_however_often_it_is_part_of_a_mean():
         cost(costs, EP, fidelity)
     assert len(seen) == 9
     assert {seed: len(ms) for seed, ms in costs.steps_ms[EP.fingerprint()].items()} == {0: 9}
-    # Of a journal alone too.
+    # The journal alone gives the same steps.
     again = costs_of(workload, session_of(costs.session.journal))
     cost(again, EP, ladder(workload)[-1])
     assert again.steps_ms[EP.fingerprint()] == costs.steps_ms[EP.fingerprint()]

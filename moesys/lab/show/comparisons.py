@@ -1,6 +1,4 @@
-"""Tables of comparisons, for terminals and as Markdown and JSON: what is measured, what is simulated, and what
-is significant.
-"""
+"""Tables of comparisons, for terminals and as JSON: what is measured, what is simulated, and what is significant."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ def of_random_loops(seed: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     tokens = -(-(num_rows + dropped) // top_k)
     first_G1 = torch.tensor([0, *np.cumsum(rows_G)], dtype=torch.int32)
-    # What is behind the last row is none of any group.
+    # The entries behind the last row belong to no group.
     entry_P = torch.randperm(max(1, tokens * top_k), generator=generator)[: num_rows + dropped].int()
     entry_P[num_rows:] = -1
     groups = OrderedGroups(entry_P, first_G1, groups_by_size_reference(first_G1))
