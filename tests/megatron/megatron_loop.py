@@ -47,6 +47,8 @@ from moesys.moe.experts import experts_of
 from moesys.overlap.experts_triton import TritonExperts
 
 VOCABULARY, LENGTH, SEQUENCES = 64, 8, 2
+# Megatron's activations would be compiled for half a minute, in each process.
+torch.compiler.set_stance("force_eager")
 
 
 def config_of(run: Run) -> TransformerConfig:

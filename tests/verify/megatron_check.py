@@ -27,6 +27,8 @@ from torch import Tensor  # noqa: E402
 
 from moesys import verify  # noqa: E402
 
+# Megatron's activations would be compiled for half a minute, in each process.
+torch.compiler.set_stance("force_eager")
 # The process groups of the training that this process built last.
 GROUPS = ExitStack()
 
