@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +159,8 @@ def warm_up(
 
     They are compiled once per installation, which takes about two minutes, says so in a line, and lets other processes
     wait; then they are kept on disk beside the source (or where NUMBA_CACHE_DIR says). Processes that start
-    others, or that others wait for, call this before; loading takes less than a second, and the next time next to
-    nothing. ``load_size``: ranks times experts of the problems to come. For a small one nothing is compiled: without
+    others, or that others wait for, call this before; loading takes less than a second, and is done once per process.
+    ``load_size``: ranks times experts of the problems to come. For a small one nothing is compiled: without
     machine code on the disk, Python makes the same plans.
     """
     loops = "greedy" if balance is None or balance.is_compiled else "static"
@@ -168,10 +168,14 @@ def warm_up(
     config = None
     if split is None or split.own_code is None:
         config = Split.class_of("flow")() if split is None or split.follows_planner else split
-    small = load_size is not None and load_size <= _SMALL
+    _load_loops(loops, config, late_slots, load_size is not None and load_size <= _SMALL)
+
+
+@cache
+def _load_loops(loops: str, split: Split | None, late_slots: bool, small: bool) -> None:
     compile_or_use_python(
         Path(__file__).parent,
-        partial(_run_loops, Balance.class_of(loops)(), config, late_slots),
+        partial(_run_loops, Balance.class_of(loops)(), split, late_slots),
         "to compile them once, or to wait for a process that does: "
         "python -c 'from moesys.balance.run_planner import warm_up; warm_up()'"
         if small
