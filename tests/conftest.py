@@ -67,8 +67,14 @@ INTERPRETER = (
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Adds the markers ``ranks`` and ``interpreter``: what has neither, and is not slow, runs on every save."""
+    """Adds the markers ``ranks`` and ``interpreter``: what has neither, and is not slow, runs on every save. And
+    ``slow``, to what slow.txt names.
+    """
+    long = {line for line in (Path(__file__).parent / "slow.txt").read_text().splitlines() if "::" in line}
     for item in items:
+        name = item.nodeid.removeprefix("tests/")
+        if name in long or name.partition("[")[0] in long:
+            item.add_marker(pytest.mark.slow)
         path = item.path.relative_to(Path(__file__).parent).as_posix()
         if path.startswith(PROCESSES) or any(map(_gives_ranks, _fixtures_of(item))):
             item.add_marker(pytest.mark.ranks)

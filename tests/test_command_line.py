@@ -302,8 +302,11 @@ def drop(struck: Callable[..., None]) -> None:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_during_an_import_ends_a_command_without_a_traceback(at, number, code, monkeypatch, capfd):
     monkeypatch.setattr("moesys.__main__.app", lambda: at(lambda *_: signal.raise_signal(number)))
+    # Python has none where it was started in the background of a shell.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.raises(SystemExit) as end:
         main()
+    signal.signal(signal.SIGINT, before)
     assert (end.value.code, end.value.__suppress_context__) == (code, True)
     assert capfd.readouterr() == ("", "")
 

@@ -173,14 +173,10 @@ def warm_up(
 
 @cache
 def _load_loops(loops: str, split: Split | None, late_slots: bool, small: bool) -> None:
-    compile_or_use_python(
-        Path(__file__).parent,
-        partial(_run_loops, Balance.class_of(loops)(), split, late_slots),
-        "to compile them once, or to wait for a process that does: "
-        "python -c 'from moesys.balance.run_planner import warm_up; warm_up()'"
-        if small
-        else "",
-    )
+    command = "python -c 'from moesys.balance.run_planner import warm_up; warm_up()'"
+    way_out = f"to compile them once, or to wait for a process that does: {command}" if small else ""
+    run = partial(_run_loops, Balance.class_of(loops)(), split, late_slots)
+    compile_or_use_python(Path(__file__).parent, run, way_out)
 
 
 def _run_loops(planner: Balance, split: Split | None, late_slots: bool) -> None:
