@@ -175,6 +175,10 @@ class MegaHeaps:
             tokens, flags, num_experts = (
                 size if more <= size else max(more, 2 * size) for more, size in zip(wanted, sizes, strict=True)
             )
+            if memory is not None:
+                # A peer's kernels may raise flags in the old memory after this rank's have ended.
+                memory.watch.wait()
+                memory.meet()
             # The old memory is freed first, as both may not fit.
             self._memory.pop(kind, None)
             memory = None
@@ -187,7 +191,7 @@ class MegaHeaps:
 
     def _meet(self) -> None:
         barrier = partial(dist.barrier, self._group)
-        guarded("compilation of a MegaKernel", self._group, barrier, device_type=self._device.type)
+        guarded("a meeting of ranks for a MegaKernel", self._group, barrier, device_type=self._device.type)
 
     def check(self) -> None:
         """Waits for the device. Raises ``PeerTimeoutError`` if any micro-batch until now was given up, and ValueError

@@ -143,6 +143,14 @@ def test_a_number_is_counted_on_when_all_threads_have_read_it(compiled, kernel):
     assert counted_on == 1
 
 
+def test_nobody_waits_for_the_answer_of_a_raised_flag(compiled):
+    """It comes from a peer: its register is no operand of any instruction."""
+    ptx = written(compiled, "listings")["_publish"][0]
+    answers = re.findall(r"\batom\.\S*\.exch\.\S* (%r\d+),", ptx)
+    assert answers
+    assert not [line for answer in answers for line in re.findall(rf".*,.*{answer}\b.*", ptx)]
+
+
 def test_copies_by_programs_have_eight_loads_of_a_thread_on_their_way(compiled):
     assert written(compiled, "listings")["_copy"][1] == 8 * 16
 

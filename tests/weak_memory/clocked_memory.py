@@ -116,6 +116,12 @@ class Space:
             return None
         return address // WORD + self.shift[places]
 
+    def end(self, whose: str) -> None:
+        """Nobody may reach segments whose names end so any more."""
+        for place, segment in enumerate(self.segments):
+            if segment.name.endswith(whose):
+                self.ends[place] = self._ends[place] = segment.start
+
     def name_of(self, address: int) -> str:
         segment = self.segments[bisect_right(self.starts, address) - 1]
         return f"{segment.name} + {address - segment.start}"

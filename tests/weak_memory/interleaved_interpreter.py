@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from clocked_memory import Segment
-from interpreted_ranks import Schedule
+from interpreted_ranks import Group, Schedule
 from quick_tensors import quick_tensors
 from side_streams import side_streams
 from torch import Tensor
@@ -142,6 +143,7 @@ def interleaved() -> Iterator[None]:
                 (signals, "SPOILERS", 2),
                 (signals, "host_ns", _now_ns),
                 (pulls, "start_copies", _start_copies),
+                (dist, "barrier", _barrier),
             ):
                 patch.setattr(module, name, function)
             yield
@@ -153,7 +155,7 @@ def _of_group(usual: Any) -> Any:
     def of_group(regions: Any, group: Any, device: Any, timeout_s: float = 30.0) -> Heap:
         if Schedule.active is None:
             return usual(regions, group, device, timeout_s)
-        return Schedule.active.meet(regions, timeout_s)
+        return Schedule.active.new_heap(regions, timeout_s)
 
     return of_group
 
@@ -163,6 +165,11 @@ def _start_copies(copies: Sequence[Copy], device: torch.device) -> None:
     assert Schedule.active is not None
     Schedule.active.lend(Segment(copy.destination, copy.num_bytes, "destination") for copy in copies)
     start_copies(copies, device, COPYING)
+
+
+def _barrier(group: Group) -> None:
+    assert Schedule.active is not None
+    Schedule.active.meet()
 
 
 def _nap() -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import importlib
 import itertools
 import random
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -84,8 +85,10 @@ class Schedule:
         self.quiet = quiet
         self._jumps, self._jumped_ns = jumps, 0
         self._lent: list[Segment] = []
-        self._come = 0
+        self._come = self._met = 0
         self._heaps: list[list[Heap]] = []
+        # What each rank has been given of them.
+        self._given: list[list[weakref.ref[Heap]]] = [[] for _ in range(num_ranks)]
 
     def new_stream(self, name: str, rank: int, side: int) -> Agent:
         slot = (2 * rank + side) * (1 + RESIDENT)
@@ -302,9 +305,17 @@ class Schedule:
 
     # What hosts do
 
-    def meet(self, regions: Mapping[str, Region], timeout_s: float) -> Heap:
-        """New arenas, when all ranks have come."""
+    def meet(self) -> None:
+        """Goes on when all hosts have come."""
+        met, self._met = self._met, self._met + 1
+        self.strands.wait("others", lambda: self._met // self.num_ranks > met // self.num_ranks)
+
+    def new_heap(self, regions: Mapping[str, Region], timeout_s: float) -> Heap:
+        """New arenas, when all ranks have come. Of old ones, those that a rank has dropped by now are gone."""
         place, rank = len(self._heaps), self.agent.rank
+        for arenas, given in zip(self.arenas, self._given[rank], strict=False):
+            if given() is None:
+                arenas.end(f" of rank {rank}")
         self._come += 1
         if self._come == self.num_ranks:
             self._come = 0
@@ -320,7 +331,9 @@ class Schedule:
             for stream in self.streams:
                 stream.view[:] = together
         self.strands.wait("others, to have new arenas", lambda: len(self._heaps) > place)
-        return self._heaps[place][rank]
+        heap = replace(self._heaps[place][rank])
+        self._given[rank].append(weakref.ref(heap))
+        return heap
 
     def host_store(self, target: Tensor, source: Tensor) -> None:
         """A copy into this rank's arena."""

@@ -1,4 +1,4 @@
-"""Each release, acquire and barrier of the kernels, removed: alone, in the source of the function that has it.
+"""Each release, acquire, barrier and turn of the kernels, removed: alone, in the source of the function that has it.
 
 What several functions call (``raise_flag``, ``wait``, ``is_last``) is weakened for one caller at a time, too.
 """
@@ -29,6 +29,7 @@ MODULES = (*MODULES, mega_combine)
 # Records of tasks are read when their launch has ended, so that nothing of them travels between programs.
 RECORDS = {"begin_task", "task_is_ready", "end_task", "_read_clock"}
 BARRIER = ("barrier", "tl.debug_barrier()", "None")
+AT_ONCE = "raise_at_sources(launch, flags_at_sources(launch, rows, tile, column_tile, came, sizes, tiling.rows), epoch)"
 # What is removed, from what, by what.
 WEAKENED = (
     BARRIER,
@@ -37,6 +38,9 @@ WEAKENED = (
     ("release", 'sem="acq_rel"', 'sem="acquire"'),
     ("acquire", 'sem="acq_rel"', 'sem="release"'),
     ("other GPUs", 'scope="sys"', 'scope="gpu"'),
+    # A tile's flags are raised behind its stores: never, and too early.
+    ("its flags", "raise_at_sources(launch, late, epoch)", "None"),
+    ("stores before its flags", "through = tl.cast(set_off(", f"{AT_ONCE}; through = tl.cast(set_off("),
 )
 SHARED = {"raise_flag": signals, "wait": signals, "is_last": arguments}
 # A wait asks for flags by another function, and for nothing but whether it is to stop by itself.

@@ -27,8 +27,18 @@ def _interleaved() -> Iterator[None]:
 
 # Those that take no more than a tenth of a second.
 QUICK = ("counts", "counts of 2 ranks", "two pulls", "pulls", "nobody publishes counts", "nobody shares")
-# Both granularities, plans of hosts and of devices, both directions, and waits that run out.
-FEW = (*QUICK, "tiles", "experts", "planned on devices", "pulls beside", "no backward", "counts run out")
+# Memory that grows while a peer is late, both granularities, plans of hosts and of devices, both directions, and waits
+# that run out.
+FEW = (
+    *QUICK,
+    "growth beside",
+    "tiles",
+    "experts",
+    "planned on devices",
+    "pulls beside",
+    "no backward",
+    "counts run out",
+)
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -162,6 +172,21 @@ def test_a_release_an_acquire_or_a_barrier_less_is_found() -> None:
     mutants = {mutant.name: mutant for mutant in all_mutants()}
     found = {name: hunt.find(mutants[name], 4) for name in SAMPLE}
     assert all(shown is not None and shown.by_memory for shown in found.values()), found
+
+
+def test_flags_that_a_tile_raises_never_or_too_early_are_found() -> None:
+    hunt = Hunt({"tiles": CASES["tiles"]})
+    mutants = {mutant.name: mutant for mutant in all_mutants()}
+    never, last_never, early = (
+        hunt.find(mutants[f"mega_combine._mega_combine: {lost}"], 4)
+        for lost in ("its flags", "its flags 2", "stores before its flags")
+    )
+    assert never is not None
+    assert last_never is not None
+    assert never.by_result
+    assert last_never.by_result
+    assert early is not None
+    assert early.by_memory
 
 
 # Why these may be removed, as far as this model sees.

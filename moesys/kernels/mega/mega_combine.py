@@ -30,6 +30,7 @@ from moesys.kernels.mega.push_rows import (
     RowSources,
     RowTile,
     Task,
+    flags_at_sources,
     push_dweights,
     push_rows,
     push_tile,
@@ -247,85 +248,90 @@ def _mega_combine(  # type: ignore[no-untyped-def]
     num_outer = num_groups * (outer.tiles_of_up + outer.tiles_of_down) if outer_products else 0
     num_sum_tasks = tl.cdiv(num_tokens, sizes.sum_tokens) * num_column_tiles if sums else 0
     came = all_came(launch.world)
+    # Who raises a flag waits until all rows before it have arrived at the source. So a program raises a tile's flags
+    # behind its next product, when they have. Products wait for nothing, so that no flag stays away.
+    late, through = tl.full([sizes.RANKS], -1, tl.int32), tl.cast(0, tl.int64)
     task = take(launch.queue_2)
-    while task < num_products + num_pushes + num_outer + num_sum_tasks:
+    while task < num_products + num_pushes:
         begin_task(launch.times, task)
-        if task < num_products + num_pushes:
-            is_push, number = mixed_task(
-                task, num_products, num_pushes, raster * num_column_tiles, raster, None, sizes.product_share
-            )
-            if is_push:
-                row_tile, column_tile = number, 0
-            else:
-                row_tile, column_tile = tile_of(number, num_row_tiles, num_column_tiles, raster)
-            group = tl.load(tiles.group_M + row_tile)
-            row = tl.load(tiles.row_M + row_tile)
-            group_first = tl.load(table.first_G1 + group)
-            num_rows = tl.minimum(tl.load(table.first_G1 + group + 1) - row, tiling.rows)
-            in_rows = tl.arange(0, tiling.rows)
-            # After a time-out no row is pushed, because peers may not be in this epoch.
-            kept = in_rows < tl.where(came, num_rows, 0)
-            tiles_of_group = tl.cdiv(tl.load(table.first_G1 + group + 1) - group_first, tiling.rows)
-            tile_in_group = (row - group_first) // tiling.rows
-            tile = RowTile(row_tile, group, row, num_rows, tile_in_group, tiles_of_group)
-            if is_push:
-                if push:
+        is_push, number = mixed_task(
+            task, num_products, num_pushes, raster * num_column_tiles, raster, None, sizes.product_share
+        )
+        if is_push:
+            row_tile, column_tile = number, 0
+        else:
+            row_tile, column_tile = tile_of(number, num_row_tiles, num_column_tiles, raster)
+        group = tl.load(tiles.group_M + row_tile)
+        row = tl.load(tiles.row_M + row_tile)
+        num_rows = tl.minimum(tl.load(table.first_G1 + group + 1) - row, tiling.rows)
+        in_rows = tl.arange(0, tiling.rows)
+        # After a time-out no row is pushed, because peers may not be in this epoch.
+        kept = in_rows < tl.where(came, num_rows, 0)
+        tile = RowTile(row_tile, group, row, num_rows)
+        if is_push:
+            if push:
+                source = tl.load(table.source_N + row + in_rows, mask=kept, other=0)
+                entry = tl.load(rows.entry_N + row + in_rows, mask=kept, other=0)
+                if data.partial_NS is not None:
+                    push_dweights(launch, data.partial_NS, row, RowSources(kept, source, entry), sizes.num_sums)
+                pushed = push_rows(
+                    launch, data, Task(task, number, epoch), tile, RowSources(kept, source, entry), sizes
+                )
+                # Only now, because rows that are not computed yet must not occupy the link.
+                row_bytes: tl.constexpr = H * dtype.primitive_bitwidth // 8
+                arrive(launch.pace, set_off(launch.pace, kept & (source != tl.load(launch.world + RANK)), row_bytes))
+                for each_column in range(num_column_tiles):
+                    flag = flags_at_sources(launch, rows, tile, each_column, came & pushed, sizes, tiling.rows)
+                    raise_at_sources(launch, flag, epoch)
+        else:
+            if multiply:
+                task_is_ready(launch.times, task, PRODUCT, group)
+                matrix = data.matrices + group.to(tl.int64) * sizes.matrix_stride
+                # Rows that a tile lacks are computed from another's operands, and not stored.
+                left_row = data.rows_NL + row.to(tl.int64) * L + (tl.minimum(in_rows, num_rows - 1) * L)[:, None]
+                column = column_tile * tiling.columns
+                out = rows_by_matrix(left_row, matrix, column, L, H, sizes.transposed, tiling)
+                out = rounded(out, dtype)
+                if sizes.apart:
+                    out_row = data.out_NH + row.to(tl.int64) * H + in_rows * H
+                    push_tile(out, out_row, column, kept, H, sizes.push_columns)
+                    # Only this GPU reads this flag: system scope is more than is needed.
+                    raise_flag(launch.flags.multiplied + row_tile * num_column_tiles + column_tile, epoch, came)
+                else:
+                    arrive(launch.pace, through)
+                    raise_at_sources(launch, late, epoch)
+                    # Here, so that they need no registers during the product.
                     source = tl.load(table.source_N + row + in_rows, mask=kept, other=0)
                     entry = tl.load(rows.entry_N + row + in_rows, mask=kept, other=0)
-                    if data.partial_NS is not None:
-                        push_dweights(launch, data.partial_NS, row, RowSources(kept, source, entry), sizes.num_sums)
-                    pushed = push_rows(
-                        launch, data, Task(task, number, epoch), tile, RowSources(kept, source, entry), sizes
-                    )
-                    # Only now, because rows that are not computed yet must not occupy the link.
-                    row_bytes: tl.constexpr = H * dtype.primitive_bitwidth // 8
-                    arrive(
-                        launch.pace, set_off(launch.pace, kept & (source != tl.load(launch.world + RANK)), row_bytes)
-                    )
-                    for each_column in range(num_column_tiles):
-                        raise_at_sources(launch, rows, epoch, tile, each_column, came & pushed, sizes)
-            else:
-                if multiply:
-                    task_is_ready(launch.times, task, PRODUCT, group)
-                    matrix = data.matrices + group.to(tl.int64) * sizes.matrix_stride
-                    # Rows that a tile lacks are computed from another's operands, and not stored.
-                    left_row = data.rows_NL + row.to(tl.int64) * L + (tl.minimum(in_rows, num_rows - 1) * L)[:, None]
-                    column = column_tile * tiling.columns
-                    out = rows_by_matrix(left_row, matrix, column, L, H, sizes.transposed, tiling)
-                    out = rounded(out, dtype)
-                    if sizes.apart:
-                        out_row = data.out_NH + row.to(tl.int64) * H + in_rows * H
-                        push_tile(out, out_row, column, kept, H, sizes.push_columns)
-                        # Only this GPU reads this flag: system scope is more than is needed.
-                        raise_flag(launch.flags.multiplied + row_tile * num_column_tiles + column_tile, epoch, came)
-                    else:
-                        # Here, so that they need no registers during the product.
-                        source = tl.load(table.source_N + row + in_rows, mask=kept, other=0)
-                        entry = tl.load(rows.entry_N + row + in_rows, mask=kept, other=0)
-                        tile_bytes = tl.minimum(tiling.columns, H - column_tile * tiling.columns)
-                        tile_bytes *= dtype.primitive_bitwidth // 8
-                        away = kept & (source != tl.load(launch.world + RANK))
-                        through = set_off(launch.pace, away, tile_bytes)
-                        staging = at(launch.world, source, launch.offsets.staging, dtype)
-                        push_tile(out, staging + entry.to(tl.int64) * H, column, kept, H, sizes.push_columns)
-                        if data.partial_NS is not None:  # noqa: SIM102, as one of these is known when it is compiled
-                            if column_tile == 0:
-                                push_dweights(
-                                    launch, data.partial_NS, row, RowSources(kept, source, entry), sizes.num_sums
-                                )
-                        arrive(launch.pace, through)
-                        raise_at_sources(launch, rows, epoch, tile, column_tile, came, sizes)
+                    tile_bytes = tl.minimum(tiling.columns, H - column_tile * tiling.columns)
+                    tile_bytes *= dtype.primitive_bitwidth // 8
+                    away = kept & (source != tl.load(launch.world + RANK))
+                    through = tl.cast(set_off(launch.pace, away, tile_bytes), tl.int64)
+                    staging = at(launch.world, source, launch.offsets.staging, dtype)
+                    push_tile(out, staging + entry.to(tl.int64) * H, column, kept, H, sizes.push_columns)
+                    if data.partial_NS is not None:  # noqa: SIM102, as one of these is known when it is compiled
+                        if column_tile == 0:
+                            push_dweights(launch, data.partial_NS, row, RowSources(kept, source, entry), sizes.num_sums)
+                    late = flags_at_sources(launch, rows, tile, column_tile, came, sizes, tiling.rows)
+        end_task(launch.times, task)
+        task = take(launch.queue_2)
+    if multiply and not sizes.apart:
+        arrive(launch.pace, through)
+        # Without the condition, Triton 3.6 spills a register.
+        if tl.max(late, 0) >= 0:
+            raise_at_sources(launch, late, epoch)
+    while task < num_products + num_pushes + num_outer + num_sum_tasks:
+        begin_task(launch.times, task)
+        is_sum, number = mixed_task(
+            task - num_products - num_pushes, num_outer, num_sum_tasks, 0, 1, None, sizes.outer_share
+        )
+        if is_sum:
+            if sums:
+                sum_rows(launch, rows, data, Task(task, number, epoch), num_tokens, sizes, tiling.columns)
         else:
-            is_sum, number = mixed_task(
-                task - num_products - num_pushes, num_outer, num_sum_tasks, 0, 1, None, sizes.outer_share
-            )
-            if is_sum:
-                if sums:
-                    sum_rows(launch, rows, data, Task(task, number, epoch), num_tokens, sizes, tiling.columns)
-            else:
-                if outer_products:
-                    place = Task(task, number, epoch)
-                    _outer_product(launch.times, place, gradients, table.first_G1, num_groups, outer)
+            if outer_products:
+                place = Task(task, number, epoch)
+                _outer_product(launch.times, place, gradients, table.first_G1, num_groups, outer)
         end_task(launch.times, task)
         task = take(launch.queue_2)
     leave(launch.queue_2)

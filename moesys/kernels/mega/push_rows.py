@@ -21,16 +21,12 @@ from moesys.kernels.symmetric.signals import COMBINE, DISPATCH, raise_flag, wait
 
 
 class RowTile(NamedTuple):
-    """A row tile in a kernel: its number, its group, its first row and how many it has; which of the group's tiles it
-    is, and of how many.
-    """
+    """A row tile in a kernel: its number, its group, its first row and how many it has."""
 
     number: Any
     group: Any
     row: Any
     num_rows: Any
-    in_group: Any
-    of_group: Any
 
 
 class RowSources(NamedTuple):
@@ -100,17 +96,19 @@ def push_dweights(launch, partial_ptr, row, sources, num_sums: tl.constexpr):  #
 
 
 @triton.jit
-def raise_at_sources(  # type: ignore[no-untyped-def]
-    launch, rows, epoch, tile, column_tile, came, sizes: tl.constexpr
+def flags_at_sources(  # type: ignore[no-untyped-def]
+    launch, rows, tile, column_tile, came, sizes: tl.constexpr, tile_rows: tl.constexpr
 ):
-    """Raises the flags of these columns at the sources of a tile's rows, or of an expert's rows when all its tiles are
-    done, if the columns ``came``.
+    """Returns the flag of these columns of a tile at each of ``RANKS`` sources, -1 where none is to be raised: a source
+    has no rows of the tile, or other tiles of its expert are not done, or the columns have not all ``came``.
     """
     num_column_tiles: tl.constexpr = sizes.num_column_tiles
     num_ranks = launch.num_ranks
     source = tl.arange(0, sizes.RANKS)
     inside = source < num_ranks
     block = tile.group * num_ranks + source
+    # Here, so that what it gives needs no register during a product.
+    group_first = tl.load(rows.exchange.first_G1 + tile.group)
     first = tl.load(rows.exchange.block_first_B + block, mask=inside, other=0)
     num_rows = tl.load(rows.exchange.block_rows_B + block, mask=inside, other=0)
     flag = tl.load(rows.flags.first_B + block, mask=inside, other=0)
@@ -118,13 +116,20 @@ def raise_at_sources(  # type: ignore[no-untyped-def]
     done = came
     if sizes.experts:
         if came:
-            done = is_last(launch.flags.pushed + tile.group * num_column_tiles + column_tile, tile.of_group)
+            of_group = tl.cdiv(tl.load(rows.exchange.first_G1 + tile.group + 1) - group_first, tile_rows)
+            done = is_last(launch.flags.pushed + tile.group * num_column_tiles + column_tile, of_group)
     else:
-        flag += tile.in_group
+        flag += (tile.row - group_first) // tile_rows
         has_rows = has_rows & (first < tile.row + tile.num_rows) & (first + num_rows > tile.row)
-    if done:
-        at_source = at(launch.world, tl.where(inside, source, 0), launch.offsets.combined, tl.int32)
-        raise_flag(at_source + flag * num_column_tiles + column_tile, epoch, has_rows)
+    return tl.where(has_rows & done, flag * num_column_tiles + column_tile, -1)
+
+
+@triton.jit
+def raise_at_sources(launch, flag, epoch):  # type: ignore[no-untyped-def]
+    """Raises what ``flags_at_sources`` has returned."""
+    raised = flag >= 0
+    source = tl.where(raised, tl.arange(0, flag.shape[0]), 0)
+    raise_flag(at(launch.world, source, launch.offsets.combined, tl.int32) + flag, epoch, raised)
 
 
 @triton.jit
