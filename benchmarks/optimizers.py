@@ -200,7 +200,7 @@ class Contestant:
             return self.optimizer.received_bytes
         if not isinstance(self.optimizer, Muon):
             return 0
-        channels = {each.channel for each in self.optimizer._matrices.values() if each.channel is not None}
+        channels = {each.channel for each in self.optimizer._matrices.values() if each.channel.group is not None}
         for channel in channels:
             channel.meter.clear()
         self.optimizer.step()
@@ -230,7 +230,7 @@ class RepeatedMuon(torch.optim.Optimizer):
             update = gradient.lerp(buffer, group["momentum"])
             whole = DTensor.from_local(update, mesh, placements).full_tensor()
             self.received_bytes += (whole.numel() - update.numel()) * whole.element_size()
-            muon.orthogonalize_(matrices.views(whole), group)
+            muon.orthogonalize_(matrices.views(whole).values(), group)
             mine = distribute_tensor(whole, mesh, placements, src_data_rank=None)
             matrices.add_(slice(None), mine.to_local(), group)
 

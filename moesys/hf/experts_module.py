@@ -136,11 +136,11 @@ def bypass(adapters: Sequence[Any]) -> None:
             setattr(adapter, name, partial(_refuse, adapter))
 
 
-def _matrices(num_experts: int, of_rows: bool, factor: Tensor) -> list[Tensor]:
+def _matrices(num_experts: int, of_rows: bool, factor: Tensor) -> dict[str, Tensor]:
     """Returns the matrices of experts in a factor: rows of A [1, E·r, in], or each E-th column of B [1, out, r·E]."""
     if of_rows:
-        return [factor.flatten(0, 1).unflatten(0, (len(factor) * num_experts, factor.shape[1] // num_experts))]
-    return [factor.unflatten(2, (-1, num_experts)).permute(0, 3, 1, 2).flatten(0, 1)]
+        return {"": factor.flatten(0, 1).unflatten(0, (len(factor) * num_experts, factor.shape[1] // num_experts))}
+    return {"": factor.unflatten(2, (-1, num_experts)).permute(0, 3, 1, 2).flatten(0, 1)}
 
 
 def _forward(adapter: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

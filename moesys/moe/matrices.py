@@ -12,9 +12,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
@@ -28,10 +30,8 @@ _HEADS = ("lm_head", "output", "head", "embed_out", "unembed", "score", "classif
 
 _NO_MATRICES = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
-# Returns the matrices [n, out, in] in a parameter of n experts, [n, ...], as views; 1 for one that has no experts.
-Views = Callable[[Tensor], list[Tensor]]
-# The part of each row of a parameter that a rank has, as an index of rows [n, ...].
-Box = tuple[slice, ...]
+# Returns the matrices [n, out, in] in a parameter of n experts, [n, ...], as views by name; n = 1 without experts.
+Views = Callable[[Tensor], dict[str, Tensor]]
 # Returns whether Muon trains a parameter, by its name; None for the default.
 Choice = Callable[[str, nn.Parameter], bool | None]
 
@@ -40,8 +40,9 @@ Choice = Callable[[str, nn.Parameter], bool | None]
 class Matrices:
     """The matrices of one parameter. A row holds those of one expert; a parameter that is not ``stacked`` is one row.
 
-    ``channel``: of the ranks that have parts of each row, which ``boxes`` has by rank; None if this rank has whole
-    rows. ``row``: one row, without values. ``by_owner``: gradient and momentum lie over these ranks by whole rows.
+    ``channel``: of the ranks that have parts of each row, or of none, if this rank has whole rows. ``boxes``: the part
+    of each row [n, ...] that a rank of it has, by rank. ``by_owner``: gradient and momentum lie over these ranks by
+    whole rows. ``row``: one row, without values. ``kinds``: a description of the matrices, with their ``shapes``.
     """
 
     name: str
@@ -49,79 +50,70 @@ class Matrices:
     views: Views
     stacked: bool = False
     of_experts: bool = False
-    labels: tuple[str, ...] = ()
-    channel: Channel | None = None
-    boxes: Sequence[Box] = field(default_factory=list)
     by_owner: bool = False
+    channel: Channel = field(init=False)
+    boxes: Sequence[tuple[slice, ...]] = field(init=False)
 
     def __post_init__(self) -> None:
         shape = self.parameter.shape
-        self.row_shape = tuple(shape[1:] if self.stacked else shape)
-        self.row = torch.empty(1, *self.row_shape, device="meta")
+        self.row = torch.empty(1, *(shape[1:] if self.stacked else shape), device="meta")
         of_row = self.views(self.row)
-        self.shapes = [(each.shape[1], each.shape[2]) for each in of_row]
-        self.num_matrices = sum(map(len, of_row)) * (shape[0] if self.stacked else 1)
+        self.shapes = [(view.shape[1], view.shape[2]) for view in of_row.values()]
+        self.num_matrices = sum(map(len, of_row.values())) * (shape[0] if self.stacked else 1)
         # The products of one step of the iteration, in multiplications.
         of_one = [min(of) ** 2 * (2 * max(of) + min(of)) for of in self.shapes]
-        self.cost = sum(len(each) * cost for each, cost in zip(of_row, of_one, strict=True))
-
-    @property
-    def kinds(self) -> str:
-        """A description of the matrices, with their shapes."""
-        labels = self.labels or ("",) * len(self.shapes)
-        each = [f"{label} [{out}, {inward}]".strip() for label, (out, inward) in zip(labels, self.shapes, strict=True)]
+        self.cost = sum(len(view) * cost for view, cost in zip(of_row.values(), of_one, strict=True))
         count = self.num_matrices // len(self.shapes)
-        return f"{count} × {', '.join(each)}" if count > 1 else ", ".join(each)
-
-    def described(self) -> str:
-        """Returns what must be the same on all ranks that have parts of it."""
-        return f"{self.name} {[*self.parameter.shape]} by Muon: {self.kinds}"
+        self.kinds = f"{count} × " if count > 1 else ""
+        self.kinds += ", ".join(f"{name} {[*view.shape[1:]]}".strip() for name, view in of_row.items())
 
     def of(self, tensor: Tensor) -> Tensor:
         """Returns this rank's part of a tensor that lies as the parameter, [n, ...]."""
         local = local_part(tensor.detach())
         return local if self.stacked else local[None]
 
-    def placed(self, tensor: Tensor) -> Tensor:
+    def placed(self, tensor: Any) -> Any:
         """Returns a gradient or a state that lies over the ranks as Muon reads it. A collective if it does not yet."""
-        if self.by_owner and isinstance(tensor, DTensor):
-            return tensor.redistribute(placements=[Shard(0)])
-        return tensor
+        return tensor.redistribute(placements=[Shard(0)]) if self.by_owner else tensor
+
+    def cut_over(self) -> dist.ProcessGroup | None:
+        """Returns the group of the ranks that have parts of each row; None if this rank has whole rows. Raises
+        ValueError where they are not all ranks, and not those of one dimension of a mesh.
+        """
+        if not isinstance(self.parameter, DTensor):
+            return None
+        mesh, placements = self.parameter.device_mesh, self.parameter.placements
+        over = [dim for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+        cut = [dim for dim in over if getattr(placements[dim], "dim", -1) >= self.stacked]
+        if len(cut) > 1 and (cut != over or mesh.size() != dist.get_world_size()):
+            raise ValueError(
+                f"{self.name} {[*self.parameter.shape]} is sharded over {len(cut)} dimensions of a mesh, which are not "
+                "all ranks; shard it over one, or let muon= return False for it"
+            )
+        return mesh.get_group(cut[0]) if len(cut) == 1 else dist.group.WORLD if cut else None
 
     def own_part(self) -> list[tuple[int, int]]:
-        """Returns where this rank's part of a parameter that is cut begins and ends, in each dimension."""
-        assert isinstance(self.parameter, DTensor)
-        if not local_part(self.parameter.detach()).numel():
-            return [(0, 0)] * self.parameter.ndim
-        chunk = self.parameter.__create_chunk_list__()[0]
-        return [(first, first + size) for first, size in zip(chunk.offsets, chunk.sizes, strict=True)]
-
-    def set_parts(self, of_ranks: Sequence[Sequence[Sequence[int]]]) -> None:
-        """Takes what ``own_part`` returned on each rank. Raises ValueError where that is not one row after another."""
-        in_row = [part[-len(self.row_shape) :] for part in of_ranks]
-        self.boxes = [(slice(None), *(slice(*ends) for ends in part)) for part in in_row]
-        sizes = [self.row[box].numel() for box in self.boxes]
-        rows = {tuple(part[0]) for part, size in zip(of_ranks, sizes, strict=True) if size and self.stacked}
-        if len(rows) > 1 or sum(sizes) != self.row.numel():
-            raise ValueError(
-                f"{self.name} {[*self.parameter.shape]} is sharded so that ranks have parts of other rows, or the same "
-                "parts; shard it over one dimension of a mesh, or let muon= return False for it"
-            )
+        """Returns where this rank's part of each row begins and ends, in each dimension."""
+        parameter: Any = self.parameter
+        local = local_part(parameter.detach())
+        is_cut = isinstance(parameter, DTensor) and local.numel()
+        begins = parameter.__create_chunk_list__()[0].offsets if is_cut else [0] * local.ndim
+        return [(begin, begin + size) for begin, size in zip(begins, local.shape, strict=True)][int(self.stacked) :]
 
     def add_(self, rows: slice, update: Tensor, group: Mapping[str, Any]) -> None:
         """Decays rows of the parameter, and adds this rank's part of the orthogonal update of each matrix, scaled by
-        its own rows and columns.
+        its own rows and columns. Of a parameter ``by_owner``, these are ``rows`` of each rank's own.
         """
-        place, lr = self.of(self.parameter)[rows], float(group["lr"])
-        place.mul_(1 - lr * group["weight_decay"])
+        place, lr = self.of(self.parameter), float(group["lr"])
         scale = torch.empty_like(self.row, dtype=torch.float32, device=place.device)
-        for view, (out, inward) in zip(self.views(scale), self.shapes, strict=True):
+        for view, (out, inward) in zip(self.views(scale).values(), self.shapes, strict=True):
             as_adamw = group["adjust_lr_fn"] == "match_rms_adamw"
             view.fill_(-lr * (0.2 * math.sqrt(max(out, inward)) if as_adamw else math.sqrt(max(1, out / inward))))
-        if self.channel is not None:
-            scale = scale[self.boxes[self.channel.rank]]
+        scale = scale[self.boxes[self.channel.rank]]
+        place = place.unflatten(0, (len(self.boxes), -1))[:, rows] if self.by_owner else place[rows]
+        place.mul_(1 - lr * group["weight_decay"])
         # Two operations, as a fused one may round the last elements of a part otherwise than those before.
-        place.add_(update.float().mul_(scale))
+        place.add_(update.float().mul_(scale).view_as(place))
 
 
 def matrices_of(
@@ -133,51 +125,35 @@ def matrices_of(
     Raises ValueError for parameters whose matrices are not known, and for a model without any.
     """
     if any(isinstance(each, FullyShardedDataParallel) for each in model.modules()):
-        raise ValueError(
-            f"{type(model).__name__} is sharded by FullyShardedDataParallel, which keeps no matrices; shard it by "
-            "fully_shard (FSDP2) or ms.parallelize"
-        )
+        raise ValueError("FullyShardedDataParallel keeps no matrices; shard the model by fully_shard or ms.parallelize")
     choices = {parameter: muon(name, parameter) if muon is not None else None for parameter, name in names.items()}
-    for parameter, wanted in choices.items():
-        if wanted is not None and not isinstance(wanted, bool):
-            raise ValueError(
-                f"muon returned {wanted!r} for {names[parameter]}; return True, False, or None for the default"
-            )
-    known, biases = _known_matrices(
-        model, {parameter: names[parameter] for parameter, wanted in choices.items() if wanted is not False}
-    )
-    plain = _hidden_matrices(model, known.keys() | biases)
+    known, biases = _known_matrices(model, {each: name for each, name in names.items() if choices[each] is not False})
+    plain = _hidden_matrices(model, biases)
     found: dict[nn.Parameter, Matrices] = {}
     for parameter, name in names.items():
-        wanted, matrices = choices[parameter], known.get(parameter)
+        wanted, ndim = choices[parameter], parameter.ndim
+        if not isinstance(wanted, bool | None):
+            raise ValueError(f"muon returned {wanted!r} for {name}; return True, False, or None for the default")
         if wanted is None:
-            wanted = matrices is not None or plain.get(parameter, False)
-            if not wanted and parameter.requires_grad and parameter.ndim == 3 and parameter not in plain:
-                raise ValueError(
-                    f"{name} {[*parameter.shape]} has three dimensions, and is not of experts that run under a "
-                    "strategy, so Muon does not know its matrices; run the model by ms.parallelize or with "
-                    "OutsideExperts, or train it by AdamW with muon=, a function that returns False for it"
-                )
+            # A parameter of three dimensions that nothing declares is refused below.
+            wanted = parameter in known or plain.get(parameter, ndim == 3 and parameter.requires_grad)
         if not wanted:
             continue
-        if matrices is None:
-            if parameter.ndim != 2 or parameter in biases:
-                what = "is of biases" if parameter in biases else f"has {parameter.ndim} dimensions"
-                raise ValueError(
-                    f"muon returned True for {name} {[*parameter.shape]}, which {what}, and Muon trains matrices; "
-                    "return False or None for it"
-                )
-            if getattr(parameter, "tensor_model_parallel", False):
-                raise ValueError(
-                    f"{name} {[*parameter.shape]} is a part of a matrix (tensor_model_parallel), and Muon needs the "
-                    "whole; shard it as a DTensor, or let muon= return False for it"
-                )
-            matrices = Matrices(name, parameter, lambda rows: [rows])
-        found[parameter] = matrices
+        reasons = {
+            "holds biases of experts": parameter in biases,
+            "has three dimensions and no experts under a strategy (ms.parallelize, OutsideExperts)": ndim == 3,
+            "does not have two dimensions": ndim != 2,
+            "is a part of a matrix (tensor_model_parallel)": getattr(parameter, "tensor_model_parallel", False),
+        }
+        if parameter not in known and any(reasons.values()):
+            raise ValueError(
+                f"{name} {[*parameter.shape]} {next(compress(reasons, reasons.values()))}, so Muon does not know its "
+                "matrices; let muon= return False for it"
+            )
+        found[parameter] = known.get(parameter) or Matrices(name, parameter, lambda rows: {"": rows})
     if not found:
         raise ValueError(
-            f"{type(model).__name__} has no matrices for Muon: no experts under a strategy, and no other "
-            "two-dimensional parameters but embeddings, heads and routers; use torch.optim.AdamW"
+            f"{type(model).__name__} has no matrices for Muon but embeddings, heads and routers; use torch.optim.AdamW"
         )
     return found
 
@@ -188,59 +164,49 @@ def _known_matrices(
     """Returns parameters whose matrices are declared: those of experts, and of modules that have ``moesys_matrices``
     (views by the name of a parameter); and the biases of experts.
     """
-    by_id = {id(parameter): parameter for parameter in names}
     known: dict[nn.Parameter, Matrices] = {}
     biases: set[nn.Parameter] = set()
     for experts in experts_of(model):
+        shards, outside = experts.shards, experts.outside
         if (masters := experts.masters) is not None and masters in names:
-            of_flat = partial(_of_flat, experts.shards.form)
-            known[masters] = Matrices(names[masters], masters, of_flat, True, True, ("gate", "up", "down"))
-        read = {} if experts.outside is None else experts.outside.read()
-        for part in experts.shards.form.parts if read else ():
-            kept = read[part.name]
+            of_flat = partial(_of_flat, shards.form)
+            known[masters] = Matrices(names[masters], masters, of_flat, True, True, shards.can_send_whole())
+        for name, kept in {} if outside is None else outside.read().items():
             for tensor in [kept] if isinstance(kept, Tensor) else kept:
-                turned = id(tensor) not in by_id and tensor._base is not None
-                parameter = by_id.get(id(tensor._base if turned else tensor))
-                if parameter is None:
-                    # It is computed from parameters, such as those of an adapter, which are trained.
-                    continue
-                if part.name.endswith("_bias"):
+                turned = tensor not in names and tensor._base is not None
+                parameter: Any = tensor._base if turned else tensor
+                # One that is computed from parameters, such as those of an adapter, is not in ``names``.
+                if parameter in names and name.endswith("_bias"):
                     biases.add(parameter)
-                    continue
-                if turned and (tensor.numel() != parameter.numel() or tensor.stride() != parameter.mT.stride()):
-                    raise ValueError(
-                        f"{names[parameter]} {[*parameter.shape]} is read as {part.name} {[*tensor.shape]}, a view "
-                        "other than .mT, so Muon does not know its matrices; let muon= return False for it"
-                    )
-                views, labels = _views_of_part(experts, part.name, turned)
-                stacked = isinstance(kept, Tensor)
-                known[parameter] = Matrices(names[parameter], parameter, views, stacked, True, labels)
+                elif parameter in names:
+                    if turned and (tensor.numel() != parameter.numel() or tensor.stride() != parameter.mT.stride()):
+                        raise ValueError(
+                            f"{names[parameter]} {[*parameter.shape]} is read as {name} {[*tensor.shape]}, a view "
+                            "other than .mT, so Muon does not know its matrices; let muon= return False for it"
+                        )
+                    interleaved = name == "gate_up" and _is_interleaved(experts)
+                    views = partial(_of_part, name, turned != experts.function.transposed, interleaved)
+                    known[parameter] = Matrices(names[parameter], parameter, views, isinstance(kept, Tensor), True)
     for module in model.modules():
-        for name, declared in module.__dict__.get("moesys_matrices", {}).items():
-            parameter = module.get_parameter(name)
-            known[parameter] = Matrices(names[parameter], parameter, declared)
+        for name, views in module.__dict__.get("moesys_matrices", {}).items():
+            if (parameter := module.get_parameter(name)) in names:
+                known[parameter] = Matrices(names[parameter], parameter, views)
     return known, biases
 
 
-def _of_flat(form: ExpertForm, rows_NP: Tensor) -> list[Tensor]:
-    """Returns gate, up and down of our own experts."""
+def _of_flat(form: ExpertForm, rows_NP: Tensor) -> dict[str, Tensor]:
+    """Returns the matrices of our own experts, by name."""
     gate_up, down = form.views(rows_NP).values()
-    return [*gate_up.chunk(2, dim=1), down]
+    return {**_of_part("gate_up", False, False, gate_up), "down": down}
 
 
-def _views_of_part(experts: Experts, name: str, turned: bool) -> tuple[Views, tuple[str, ...]]:
-    """Returns the matrices in a part of outside experts, and their names. ``turned``: parameters are ``.mT`` of it."""
-    transposed = experts.function.transposed
-    interleaved = name == "gate_up" and experts.outside is not None and _is_interleaved(experts)
-
-    def views(rows: Tensor) -> list[Tensor]:
-        part = rows.mT if turned != transposed else rows
-        if name != "gate_up":
-            return [part]
-        # [n, 2I, H] now.
-        return [part[:, 0::2], part[:, 1::2]] if interleaved else [*part.chunk(2, dim=1)]
-
-    return views, ("gate", "up") if name == "gate_up" else (name,)
+def _of_part(name: str, turned: bool, interleaved: bool, rows: Tensor) -> dict[str, Tensor]:
+    """Returns the matrices in a part of experts, by name."""
+    part = rows.mT if turned else rows
+    if name != "gate_up":
+        return {name: part}
+    gate, up = (part[:, 0::2], part[:, 1::2]) if interleaved else part.chunk(2, dim=1)
+    return {"gate": gate, "up": up}
 
 
 def _is_interleaved(experts: Experts) -> bool:
@@ -251,50 +217,41 @@ def _is_interleaved(experts: Experts) -> bool:
     activation, width = experts.outside.activation, experts.shape.intermediate_size
     if activation is None or width == 1:
         return False
-    device, found = experts.store.masters.device, []
-    for element in (1, 2 * width - 2):
-        row = torch.zeros(1, 2 * width, device=device)
-        row[0, element] = torch.nan
-        found.append(activation(row)[0].isnan().nonzero().flatten().tolist())
-    if found not in ([[0], [width - 1]], [[1], [width - 2]]):
+    rows = torch.zeros(2, 2 * width, device=experts.store.masters.device)
+    rows[[0, 1], [1, -2]] = torch.nan
+    found = activation(rows).isnan().nonzero().tolist()
+    if found not in ([[0, 0], [1, width - 1]], [[0, 1], [1, width - 2]]):
         raise ValueError(
-            f"the activation of layer {experts.layer_index} reads its rows of gate_up neither as [gate | up] nor "
+            f"layer {experts.layer_index}: its activation reads its rows of gate_up neither as [gate | up] nor "
             "interleaved, so Muon does not know its matrices; let muon= return False for gate_up"
         )
-    return found[0] == [0]
+    return found == [[0, 0], [1, width - 1]]
 
 
-def _hidden_matrices(model: nn.Module, known: Set[nn.Parameter]) -> dict[nn.Parameter, bool]:
-    """Returns parameters that are not ``known``, and whether Muon trains them by default: those of two dimensions do,
-    but embeddings, heads, routers, biases of experts, single rows, and what is no matrix of a product. Kernels of
-    convolutions are in it too.
+def _hidden_matrices(model: nn.Module, biases: Set[nn.Parameter]) -> dict[nn.Parameter, bool]:
+    """Returns parameters, and whether Muon trains them by default, if their matrices are not declared: those of two
+    dimensions do, but embeddings, heads, routers, ``biases`` of experts, single rows, and what is no matrix of a
+    product. Kernels of convolutions are in it too.
     """
-    modules = dict(model.named_modules())
-    routers = {
-        # PEFT wraps experts.
-        (path.split(".base_layer")[0].rpartition(".")[0], experts.shape.num_experts, experts.shape.hidden_size)
-        for path, module in modules.items()
-        if isinstance(experts := module.__dict__.get("moesys_experts", module), Experts)
-    }
-    get_head = getattr(model, "get_output_embeddings", None)
-    head = get_head() if callable(get_head) else None
-    found: dict[nn.Parameter, bool] = {}
-    for path, module in modules.items():
+    routers = []
+    for path, module in model.named_modules():
+        if isinstance(experts := module.__dict__.get("moesys_experts", module), Experts):
+            # PEFT wraps experts.
+            around = "".join(path.split(".base_layer")[0].rpartition(".")[:2])
+            routers.append((around, [experts.shape.num_experts, experts.shape.hidden_size]))
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    found = dict.fromkeys(biases, False)
+    for path, module in model.named_modules():
         parts = path.split(".")
-        in_blocks = any(part.isdecimal() for part in parts)
-        for name, parameter in module._parameters.items():
-            if parameter is None or parameter in known:
-                continue
-            if "embed" in f"{path}.{name}".lower() or module is head or isinstance(module, _NO_MATRICES):
+        # Blocks have numbers.
+        is_head = module is head or (parts[-1] in _HEADS and not any(map(str.isdecimal, parts)))
+        is_shared = any(part.startswith("shared") for part in parts)
+        of_routers = [sizes for around, sizes in routers if f"{path}.".startswith(around) and not is_shared]
+        for name, parameter in module.named_parameters(recurse=False):
+            if "embed" in f"{path}.{name}".lower() or isinstance(module, _NO_MATRICES):
                 # An embedding may be the weight of the head, too.
                 found[parameter] = False
             elif parameter.ndim == 2 and parameter not in found:
-                is_router = any(
-                    [*parameter.shape] == [num_experts, hidden_size]
-                    and f"{path}.".startswith(f"{around}." if around else "")
-                    and not any(part.startswith("shared") for part in parts)
-                    for around, num_experts, hidden_size in routers
-                )
-                is_head = not in_blocks and parts[-1] in _HEADS
-                found[parameter] = min(parameter.shape) > 1 and name == "weight" and not is_router and not is_head
+                is_plain = name == "weight" and min(parameter.shape) > 1
+                found[parameter] = is_plain and not is_head and [*parameter.shape] not in of_routers
     return found

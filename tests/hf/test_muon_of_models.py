@@ -50,6 +50,9 @@ def trained(family: str, strategy: ms.Strategy, sizes: tuple[int, ...] | None, s
     model = adapted() if family == "lora" else drawn(family)
     mesh = None if sizes is None else init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "ep"))
     runtime = ms.parallelize(model, strategy, mesh)
+    if family == "lora":
+        others = ms.Muon(model, muon=lambda name, _: False if "lora_A" in name else None).summary().split("AdamW:")[1]
+        assert "experts.lora_A.default.weight: [24, " in others
     optimizer = ms.Muon(model, lr=0.01, adamw=ADAMW)
     oracle = Oracle(model, CUTS[family], ADAMW, torch.float32, lr=0.01)
     for step in range(steps):

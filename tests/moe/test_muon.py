@@ -15,6 +15,8 @@ from harness import Stack, tokens_of, whole
 from muon_oracle import Oracle, of_flat
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
@@ -151,13 +153,14 @@ def test_an_activation_that_mixes_halves_otherwise_is_refused() -> None:
     assert [group["algorithm"] for group in optimizer.param_groups] == ["muon", "adamw"]
 
 
-def test_batches_on_gpus_are_the_matrices_one_by_one() -> None:
+def test_batches_on_gpus_are_the_matrices_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the code of GPUs, here on the CPU: batches that are padded, of views that are transposed."""
     group = ms.Muon(ms.MoELayer(SHAPE, STRATEGIES["ep"])).param_groups[0]
     wides = [torch.randn(5, 17, 25), torch.randn(1, 25, 17).mT, torch.randn(3, 17, 25)]
     wanted = [wide.clone() for wide in wides]
     muon.orthogonalize_(wanted, group)
-    muon._in_batches(wides, group)
+    monkeypatch.setattr(muon, "_ONE_BY_ONE", ())
+    muon.orthogonalize_(wides, group)
     for found, each in zip(wides, wanted, strict=True):
         torch.testing.assert_close(found, each, rtol=1e-5, atol=1e-6)
         singular_values = torch.linalg.svdvals(found)
@@ -178,7 +181,7 @@ def test_products_by_halves_are_the_products(monkeypatch: pytest.MonkeyPatch) ->
 def work_of(strategy: ms.Strategy) -> int:
     """The cost of all rows that this rank owns, of parameters that no rank has whole."""
     optimizer = ms.Muon(Stack(SHAPE, strategy, num_layers=2))
-    shares = [share for of_round in optimizer._rounds for share in of_round if share.matrices.channel is not None]
+    shares = [share for of_round in optimizer._rounds for share in of_round if share.matrices.channel.group is not None]
     return sum(share.counts[dist.get_rank()] * share.matrices.cost for share in shares)
 
 
@@ -192,7 +195,7 @@ def test_work_is_shared_out_over_layers(ranks: LocalRanks) -> None:
 def rows_at_once(strategy: ms.Strategy) -> tuple[bool, int]:
     """Returns whether owners get gradients of whole experts, and the most experts that travel in one message."""
     optimizer = ms.Muon(ms.MoELayer(SHAPE.replace(num_experts=18), strategy))
-    shares = [share for of_round in optimizer._rounds for share in of_round if share.counts]
+    shares = [share for of_round in optimizer._rounds for share in of_round if share.matrices.stacked]
     assert sum(sum(share.counts) for share in shares) == 18
     return shares[0].matrices.by_owner, max(sum(share.counts) for share in shares)
 
@@ -435,6 +438,44 @@ def test_an_expert_without_tokens_gets_the_update_of_its_momentum() -> None:
     # Experts 4 and 5 have never had a token; 0 and 1 have had some in the step before.
     assert_equal(masters[4:].detach(), decayed[4:])
     assert not torch.equal(masters[:2], decayed[:2])
+
+
+def of_few_rows() -> float:
+    """The error of matrices of which one has fewer rows than there are ranks."""
+    model = nn.Sequential(nn.Linear(8, 3, bias=False), nn.Linear(3, 8, bias=False))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = ms.Muon(model, lr=0.02)
+    oracle = Oracle(model, lambda _, tensor: [tensor], {}, torch.float32, lr=0.02)
+    for step in range(2):
+        model(tokens_of(step, 8)).square().sum().backward()
+        oracle.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    return max(oracle.errors().values())
+
+
+def test_a_rank_may_have_no_row_of_a_matrix(ranks: LocalRanks) -> None:
+    assert max(ranks.run(of_few_rows)) < BOUND
+
+
+def with_part_of_a_gradient(dropped: bool) -> Tensor:
+    """Masters after a step with a gradient that rank 1 has not, or has as zeros."""
+    model = ms.MoELayer(SHAPE, STRATEGIES["fsep"])
+    optimizer = ms.Muon(model, lr=0.02)
+    model(tokens_of(0, SHAPE.hidden_size)).square().sum().backward()
+    ms.sync_gradients(model)
+    masters = model.experts.masters
+    if dist.get_rank() == 1:
+        masters.grad.to_local().zero_()
+        masters.grad = None if dropped else masters.grad
+    optimizer.step()
+    return whole(masters).clone()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_gradient_that_some_ranks_have_is_zero_on_others(ranks: LocalRanks, num_ranks: int) -> None:
+    found, wanted = (ranks.run(with_part_of_a_gradient, dropped, num_ranks=num_ranks) for dropped in (True, False))
+    assert_equal(found, wanted)
 
 
 def refusals() -> list[str]:
