@@ -32,7 +32,7 @@ from moesys.kernels.cpu.page_pool import PagePool
 from moesys.moe.experts import Experts, attach
 from moesys.moe.gradients import is_lost
 from moesys.moe.masters import DTYPE_NAMES, local_part
-from moesys.moe.outside import OutsideExperts, Parts, adapters_are_products
+from moesys.moe.outside import OutsideExperts, Parts
 from moesys.torch_private import NO_BACKWARD, current_backward, hooks_of, unseen_by_selective_checkpoints
 
 
@@ -224,7 +224,7 @@ def strategy_experts(
 
     adapter_of = {adapter.parameter_name: adapter for adapter in adapters}
     # LoRA on matrices runs by products of its own where it can, and is added to parameters elsewhere.
-    matrices, products = description.names[:2], adapters_are_products(strategy) and ep_mesh.device_type == "cpu"
+    matrices, products = description.names[:2], ep_mesh.device_type == "cpu" and not strategy.overlap.reaches_memory
     by_products = [adapter_of.pop(name, None) for name in matrices] if products else []
 
     # FSDP does this where it holds the parameters.

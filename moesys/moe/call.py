@@ -28,6 +28,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from moesys.config import LayoutInvariant
 from moesys.frames import BACKWARD, LEARNING
 from moesys.kernels.first_derivatives import InputGradients, first_derivatives_only
 from moesys.kernels.launch import on_its_device
@@ -274,7 +275,9 @@ class RoutedExperts(torch.autograd.Function):
         weight_TK, arrivals_MH, h_P2I, *learnt = ctx.saved_tensors
         masters, factors = learnt[:-NUM_FACTORS], learnt[-NUM_FACTORS:]
         wanted, adapts = ctx.needs_input_grad[4:-NUM_FACTORS], any(ctx.needs_input_grad[-NUM_FACTORS:])
-        dfactors = zeros_like_factors(factors) if adapts else [None] * NUM_FACTORS
+        invariant = isinstance(store.schedule.strategy.reduction, LayoutInvariant)
+        least = torch.float64 if invariant else torch.float32
+        dfactors = zeros_like_factors(factors, least) if adapts else [None] * NUM_FACTORS
         dy_TH = grad_outputs[0]
         dy_NH = call.without_padding(dy_TH).contiguous()
         grads = gradients = None
@@ -301,6 +304,10 @@ class RoutedExperts(torch.autograd.Function):
             of_tokens = call.run.backward(dy_NH, saved, wait_for_experts, gradients)
             dx_TH, dweight_TK = (call.with_padding(each, len(dy_TH)) for each in of_tokens)
         call.release()
+        for dfactor in dfactors if invariant else ():
+            # Exact in any order; then the sum of this on one rank and zeros on the others is, too.
+            if dfactor is not None:
+                store.channel.all_reduce(dfactor, lane="reshard").mul_(store.shards.rank == 0)
         dmasters: list[Tensor | None] = [None] * len(masters)
         if grads is not None:
             leaf = ctx.next_functions[2 + wanted.index(True)][0]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from moesys.config import LayoutInvariant, ModelShape, Strategy
+from moesys.config import ModelShape, Strategy
 from moesys.kernels.cpu.row_invariant_ops import ParameterGradients, row_function
 from moesys.moe.arguments import check_order
 from moesys.moe.masters import ExpertForm, Master, Masters, Part, local_part
@@ -140,11 +140,11 @@ class OutsideExperts:
                 f"strategy {strategy.name!r} has overlap={type(strategy.overlap).__name__}, whose kernels compute "
                 f"SwiGLU without biases by matrices [out, in], and these experts have {what}; {way}"
             )
-        if self.adapters is not None and not adapters_are_products(strategy):
+        if self.adapters is not None and strategy.overlap.reaches_memory:
             raise ValueError(
-                f"strategy {strategy.name!r} has overlap={type(strategy.overlap).__name__} and reduction="
-                f"{type(strategy.reduction).__name__}, and OutsideExperts(adapters=...) runs under Sequential() or "
-                "Pipelined() with Ordered() alone; use these, or let read() give the sums of matrices and adapters"
+                f"strategy {strategy.name!r} has overlap={type(strategy.overlap).__name__}, and OutsideExperts("
+                "adapters=...) runs under Sequential() or Pipelined() alone; use these, or let read() give the sums of "
+                "matrices and adapters"
             )
         if strategy.sharding.delay_reshard and self.add_gradients is None:
             raise ValueError(
@@ -268,11 +268,6 @@ class OutsideMasters(Masters):
             if not _each(kept):
                 return f"no tensor of {part.name!r} on this rank; use fewer ranks in a group, or stack experts"
         return ""
-
-
-def adapters_are_products(strategy: Strategy) -> bool:
-    """Returns whether LoRA runs by products of its own: MegaKernels have none, and their sums depend on the layout."""
-    return not strategy.overlap.reaches_memory and not isinstance(strategy.reduction, LayoutInvariant)
 
 
 def _are_computed(tensors: Sequence[Tensor]) -> bool:

@@ -111,9 +111,10 @@ class BlockSums:
     channel: Channel
     add_event: Callable[[str], None]
 
-    def agree(self, largest_S5: Tensor) -> Tensor:
+    def agree(self, largest_S5: Tensor, bounds_E4: Tensor | None = None) -> Tensor:
         """Returns the grids of the gradients of ``gate_up``, ``down`` and their biases in each slot, float64 [S, 4], on
-        the device of ``largest_S5``, where the host waits for none. A collective.
+        the device of ``largest_S5``, where the host waits for none. A collective. With ``Adapters.bounds_E4`` [S, 8],
+        where the factors of ``gate_up`` and of ``down`` come behind.
 
         ``largest_S5``: the largest x, dy, gradient of a pre-activation, weighted activation, and routing weight of a
         slot's rows on this rank; 0 where there are none.
@@ -129,7 +130,8 @@ class BlockSums:
             self.add_event(f"gradients of experts {lost} are NaN: what they are products of is not finite")
         x, dy, dh, activated, weight = largest_E5.unbind(dim=1)
         bound_E4 = self.rows_E[:, None] * torch.stack([dh * x, dy * activated, dh, dy * weight], dim=1)
-        return grid_below(bound_E4)[held_S]
+        of_factors = [] if bounds_E4 is None else [bound_E4[:, [0, 0, 1, 1]] * bounds_E4]
+        return grid_below(torch.cat([bound_E4, *of_factors], dim=1))[held_S]
 
     def is_one_block(self, slot: int) -> bool:
         """Returns whether all rows of the slot's expert, on all ranks, are one block, so that nothing is added up."""

@@ -80,11 +80,27 @@ class Adapters(NamedTuple):
         ]
         return Adapters(tuple(expert_S), *pairs) if any(pairs) else None
 
+    def by_slot(self, pair: LowRank | None) -> Sequence[LowRank] | None:
+        """Returns views of what the expert of each slot has of ``pair``."""
+        if pair is None:
+            return None
+        of_expert = [LowRank(*of) for of in zip(*map(Tensor.unbind, pair), strict=True)]
+        return [of_expert[expert] for expert in self.expert_S]
 
-def zeros_like_factors(factors: Factors) -> list[Tensor | None]:
-    """Returns where gradients of factors are added, at least float32."""
+    def bounds_E4(self) -> Tensor:
+        """Returns by how much larger than a gradient of ``up`` or ``down`` those of its inward and outward factors can
+        be, float64: as much as a product by the other factor can be larger than its rows, and twice that for rounding.
+        """
+        others = [each for pair in (self.up, self.down) for each in reversed(pair or (None, None))]
+        some = next(each for each in others if each is not None)
+        none_E = some.new_zeros(len(some), dtype=torch.float64)
+        return torch.stack([none_E if each is None else 2 * each.double().abs().sum((1, 2)) for each in others], dim=1)
+
+
+def zeros_like_factors(factors: Factors, least: torch.dtype = torch.float32) -> list[Tensor | None]:
+    """Returns where gradients of factors are added, in a dtype of at least ``least``."""
     return [
-        None if each is None else torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32))
+        None if each is None else torch.zeros_like(each, dtype=torch.promote_types(each.dtype, least))
         for each in factors
     ]
 

@@ -46,7 +46,8 @@ from moesys.overlap.routes import ChunkRows, Routes, SlotRows, SortedRoutes
 COMBINE_ELEMENTS = 1 << 18
 
 # Weight gradients, in the order of ``BlockSums.agree``.
-KINDS = ("up", "down", "up bias", "down bias")
+FACTORS = ("up inward", "up outward", "down inward", "down outward")
+KINDS = ("up", "down", "up bias", "down bias", *FACTORS)
 
 SWIGLU = RowFunction(swiglu, swiglu_backward, halves=2)
 
@@ -59,7 +60,7 @@ class Projection:
     bias: gives a slot's [out], if there are any.
     gradient, bias_gradient: where the gradients of weight and bias are written, [S, ...]; None if they are not
         computed.
-    low_rank: gives what LoRA adds to a slot's weight, if there is any; low_rank_gradient: where its gradients are
+    low_rank: what LoRA adds to each slot's weight, if there is any; low_rank_gradient: where its gradients are
         written, if they are computed.
     """
 
@@ -68,8 +69,8 @@ class Projection:
     transposed: bool
     gradient: Tensor | None
     bias_gradient: Tensor | None
-    low_rank: Callable[[int], LowRank] | None = None
-    low_rank_gradient: Callable[[int], LowRank] | None = None
+    low_rank: Sequence[LowRank] | None = None
+    low_rank_gradient: Sequence[LowRank] | None = None
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class CpuExperts:
         if sums is not None and not order:
             order = _order_of_one(routes.chunks[0])
             later = frozenset(slot for slot, _, _ in order if not sums.is_one_block(slot))
-        return CpuBackward(self, *projections, scratch, inputs, order, later)
+        return CpuBackward(self, *projections, scratch, inputs, order, later, weights.adapters)
 
     def combine(
         self, rows_NH: Tensor, place_TK: Tensor, weight_TK: Tensor | None, out_TH: Tensor, scratch: Scratch
@@ -154,16 +155,22 @@ class _Pass:
             if projection.bias is not None:
                 out += projection.bias(slot.slot)
             if projection.low_rank is not None:
-                inward, outward = projection.low_rank(slot.slot)
-                out += self._thin("outward", self._thin("inward", x, inward), outward)
+                inner = self._inner(projection, slot.slot, x)
+                out += self._thin("outward", inner, projection.low_rank[slot.slot].outward)
 
     def _multiply_back(self, projection: Projection, slots: Sequence[SlotRows], dy_NB: Tensor, out_NA: Tensor) -> None:
         """Writes ``out = dy @ weight``."""
         for slot, dy, out in _by_slot(slots, dy_NB, out_NA):
             matmul_rows(dy, self._weight(projection, slot).t(), out, self.rule)
             if projection.low_rank is not None:
-                inward, outward = projection.low_rank(slot.slot)
-                out += self._thin("outward", self._thin("inward", dy, outward.t()), inward.t())
+                inner = self._inner(projection, slot.slot, dy, back=True)
+                out += self._thin("outward", inner, projection.low_rank[slot.slot].inward.t())
+
+    def _inner(self, projection: Projection, slot: int, rows_NA: Tensor, *, back: bool = False) -> Tensor:
+        """Returns rows [N, r], by the inward factor of a slot or, going ``back``, by its outward one."""
+        assert projection.low_rank is not None
+        inward, outward = projection.low_rank[slot]
+        return self._thin("inward", rows_NA, outward.t() if back else inward)
 
     def _thin(self, name: str, x_NA: Tensor, weight_BA: Tensor) -> Tensor:
         """Returns x @ weightᵀ of a factor of LoRA, in scratch memory, by rules of its own."""
@@ -234,13 +241,19 @@ class CpuBackward(_Pass):
         inputs: BackwardInputs,
         order: Sequence[tuple[int, Tensor | slice, Tensor]],
         later: frozenset[int],
+        adapters: Adapters | None,
     ) -> None:
         super().__init__(experts, up, down, scratch, inputs.h_P2I)
         self.dy, self.x, self.weight_M, self.sums = inputs.dy, inputs.x, inputs.weight_M, inputs.sums
-        self.order, self.later = order, later
-        wanted = (up.gradient, down.gradient, up.bias_gradient, down.bias_gradient)
+        self.order, self.later, self.adapters = order, later, adapters
+        of_factors = [
+            None if each.low_rank_gradient is None else [pair[part] for pair in each.low_rank_gradient]
+            for each in (up, down)
+            for part in range(2)
+        ]
+        wanted = (up.gradient, down.gradient, up.bias_gradient, down.bias_gradient, *of_factors)
+        # By slot.
         self.gradients = {kind: of for kind, of in zip(KINDS, wanted, strict=True) if of is not None}
-        self.adapted = [each for each in (up, down) if each.low_rank_gradient is not None]
         self.used_slots: set[int] = set()
         # One chunk has all rows of an expert at once, so products that are no sums of blocks are not kept for later.
         kept_rows = len(self.h_PU) if later else 0
@@ -276,7 +289,7 @@ class CpuBackward(_Pass):
             self._multiply_back(self.up, slots, dh_NU, dx_PH[here])
             if self.sums is not None:
                 self.sizes_2P[0, rows], self.sizes_2P[1, rows] = row_sizes(dh_NU), row_sizes(wa_NI)
-            if (self.gradients or self.adapted) and not self.later.issuperset(slot.slot for slot in slots):
+            if self.gradients and not self.later.issuperset(slot.slot for slot in slots):
                 operands = dh_NU, self._take(self.x, gather_N, "x"), dy_NH, wa_NI, weight_N
                 for slot, *of_slot in _by_slot(slots, *operands):
                     if slot.slot not in self.later:
@@ -285,8 +298,9 @@ class CpuBackward(_Pass):
 
     def weight_gradients(self) -> None:
         if self.sums is not None:
-            grids_S4 = self.sums.agree(self._largest_of_slots(self.sums)).tolist()
-            self.grids_S = [dict(zip(KINDS, grids_4, strict=True)) for grids_4 in grids_S4]
+            bounds_E4 = None if self.adapters is None else self.adapters.bounds_E4()
+            grids_SN = self.sums.agree(self._largest_of_slots(self.sums), bounds_E4).tolist()
+            self.grids_S = [dict(zip(KINDS, grids_N, strict=False)) for grids_N in grids_SN]
         for slot, rows, places in self.order:
             if slot in self.later:
                 x_NH, dy_NH = self._take(self.x, places, "x"), self._take(self.dy, places, "dy")
@@ -296,8 +310,9 @@ class CpuBackward(_Pass):
                 for kind, gradient in self.gradients.items():
                     if math.isnan(self.grids_S[slot][kind]):
                         gradient[slot].fill_(math.nan)
-        for gradient in self.gradients.values():
-            for slot in set(range(len(gradient))) - self.used_slots:
+        for kind, gradient in self.gradients.items():
+            # Factors' are zeros already, and a second slot of an expert has those of its first.
+            for slot in set(range(len(gradient))) - self.used_slots if kind not in FACTORS else ():
                 # Zeros of this sign change no sum.
                 gradient[slot].fill_(-0.0)
 
@@ -334,11 +349,9 @@ class CpuBackward(_Pass):
     def _slot_gradients(self, slot: int, *operands: Tensor) -> None:
         """Writes a slot's gradients, from its rows in expert order: dh, x, dy, weighted activations and weights."""
         self.used_slots.add(slot)
-        for projection in self.adapted:
-            self._write_low_rank(projection, slot, operands)
         for kind, gradient in self.gradients.items():
             if self.sums is None or self.sums.is_one_block(slot):
-                self._write_gradient(kind, gradient[slot], *operands)
+                self._write_gradient(kind, slot, gradient[slot], *operands)
             else:
                 self._write_sum(kind, gradient[slot], operands, self.sums.blocks(len(operands[0])), slot)
 
@@ -352,13 +365,12 @@ class CpuBackward(_Pass):
         part = self.scratch("part", tuple(out.shape), dtype)
         total = self.scratch("total", tuple(out.shape), torch.float64).zero_()
         for block in blocks:
-            self._write_gradient(kind, part, *(rows[block] for rows in operands))
+            self._write_gradient(kind, slot, part, *(rows[block] for rows in operands))
             add_on_grid(total, part, self.grids_S[slot][kind])
         out.copy_(total)
 
-    def _write_gradient(
-        self, kind: str, out: Tensor, dh_NU: Tensor, x_NH: Tensor, dy_NH: Tensor, wa_NI: Tensor, weight_N: Tensor
-    ) -> None:
+    def _write_gradient(self, kind: str, slot: int, out: Tensor, *operands: Tensor) -> None:
+        dh_NU, x_NH, dy_NH, wa_NI, weight_N = operands
         match kind:
             case "up":
                 self._write_product(self.up.transposed, dh_NU, x_NH, out)
@@ -368,16 +380,16 @@ class CpuBackward(_Pass):
                 out.copy_(dh_NU.to(weight_N.dtype).sum(dim=0))
             case "down bias":
                 out.copy_((dy_NH.to(weight_N.dtype) * weight_N[:, None]).sum(dim=0))
-
-    def _write_low_rank(self, projection: Projection, slot: int, operands: Sequence[Tensor]) -> None:
-        """Writes the gradients of a slot's factors."""
-        assert projection.low_rank is not None
-        assert projection.low_rank_gradient is not None
-        dh_NU, x_NH, dy_NH, wa_NI, _ = operands
-        dy, x = (dh_NU, x_NH) if projection is self.up else (self.scratch.cast("cast dy", dy_NH, wa_NI.dtype), wa_NI)
-        (inward, outward), found = projection.low_rank(slot), projection.low_rank_gradient(slot)
-        self._write_product(False, dy, self._thin("inward", x, inward), found.outward)
-        self._write_product(False, self._thin("inward", dy, outward.t()), x, found.inward)
+            case "up inward":
+                self._write_product(False, self._inner(self.up, slot, dh_NU, back=True), x_NH, out)
+            case "up outward":
+                self._write_product(False, dh_NU, self._inner(self.up, slot, x_NH), out)
+            case "down inward":
+                dy_NH = self.scratch.cast("cast dy", dy_NH, wa_NI.dtype)
+                self._write_product(False, self._inner(self.down, slot, dy_NH, back=True), wa_NI, out)
+            case "down outward":
+                dy_NH = self.scratch.cast("cast dy", dy_NH, wa_NI.dtype)
+                self._write_product(False, dy_NH, self._inner(self.down, slot, wa_NI), out)
 
     def _write_product(self, transposed: bool, dy_NB: Tensor, x_NA: Tensor, out: Tensor) -> None:
         """Writes ``dyᵀ @ x`` summed over rows in order, as the weight lies."""
@@ -409,18 +421,14 @@ def _projections(
     experts: Sequence[ExpertWeights], adapters: Adapters | None, gradients: ExpertGradients | None, transposed: bool
 ) -> tuple[Projection, Projection]:
     """Returns up and down of the layer's experts."""
-    expert_S, up, down, up_gradient, down_gradient = adapters or ((), None, None, None, None)
     dup, ddown, dup_bias, ddown_bias = gradients or (None, None, None, None)
 
     def of(name: str) -> Callable[[int], Tensor]:
         return lambda slot: getattr(experts[slot], name)
 
-    def low_rank(pair: LowRank | None) -> Callable[[int], LowRank] | None:
-        return None if pair is None else lambda slot: LowRank(*(each[expert_S[slot]] for each in pair))
-
     up_bias, down_bias = (experts[0].gate_up_bias, experts[0].down_bias) if len(experts) else (None, None)
     biases = None if up_bias is None else of("gate_up_bias"), None if down_bias is None else of("down_bias")
-    of_low_rank = [low_rank(pair) for pair in (up, down, up_gradient, down_gradient)]
+    of_low_rank = [None] * 4 if adapters is None else [adapters.by_slot(pair) for pair in adapters[1:]]
     return (
         Projection(of("gate_up"), biases[0], transposed, dup, dup_bias, *of_low_rank[::2]),
         Projection(of("down"), biases[1], transposed, ddown, ddown_bias, *of_low_rank[1::2]),

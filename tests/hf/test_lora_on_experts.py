@@ -17,6 +17,7 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -27,6 +28,8 @@ from moesys.moe.store import ExpertStore
 BOTH = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 STEPS = 5
 EP = ms.Strategy(name="ep", sharding=ms.Ep())
+# Most experts have several blocks of rows, of all ranks.
+INVARIANT = ms.LayoutInvariant(block_rows=16)
 AHEAD = lent(2).replace(sharding=ms.Ep(slots_per_rank=5, prefetch_layers=1))
 
 
@@ -133,6 +136,19 @@ def test_lora_on_experts_trains_as_in_one_process(ranks: LocalRanks, name: str, 
             assert not differing
 
 
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [("qwen3_moe", 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("gpt_oss", 2), ("two", 4)))],
+)
+def test_no_bit_of_lora_shows_the_layout(ranks: LocalRanks, name: str, num_ranks: int) -> None:
+    given = EP, *overlaps(lent(num_ranks)), fsep(num_ranks)
+    strategies = [each.replace(reduction=INVARIANT) for each in given]
+    for found in ranks.run(differences, name, strategies, num_ranks=num_ranks, timeout_s=250.0):
+        for error, differing in found:
+            assert error < 1e-5
+            assert not differing
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in ("qwen3_moe", "gpt_oss")])
 def test_every_kind_of_lora_on_experts_trains_as_in_one_process(ranks: LocalRanks, name: str) -> None:
@@ -187,8 +203,12 @@ def outputs(model: Any) -> dict[str, Tensor]:
         return found | {"second": model(input_ids=text(0)).logits}
 
 
-def switched(strategy: ms.Strategy, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """Outputs of a model under a strategy, of one in one process, and of what PEFT saved of the first, loaded there."""
+def switched(
+    strategy: ms.Strategy, folder: Path
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], Tensor]:
+    """Outputs of a model under a strategy, of one in one process, of what PEFT saved of the first, loaded there, and of
+    that once both adapters are merged.
+    """
     model, alone = two(), two()
     ms.parallelize(model, strategy)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
@@ -199,48 +219,59 @@ def switched(strategy: ms.Strategy, folder: Path) -> tuple[dict[str, Tensor], di
     loaded = PeftModel.from_pretrained(drawn("qwen3_moe"), folder)
     loaded.load_adapter(folder / "second", "second")
     loaded.base_model.set_adapter(["default", "second"])
-    return outputs(model), outputs(alone), outputs(loaded)
+    found = outputs(model), outputs(alone), outputs(loaded)
+    loaded.base_model.set_adapter(["default", "second"])
+    with torch.no_grad():
+        return *found, loaded.merge_and_unload()(input_ids=text(0)).logits
 
 
 @pytest.mark.parametrize("strategy", [lent(2), fsep(2)], ids=lambda each: each.name)
 def test_adapters_are_switched_and_saved_by_peft(ranks: LocalRanks, tmp_path: Path, strategy: ms.Strategy) -> None:
-    for found, wanted, loaded in ranks.run(switched, strategy, tmp_path, num_ranks=2, timeout_s=150.0):
+    for found, wanted, loaded, merged in ranks.run(switched, strategy, tmp_path, num_ranks=2, timeout_s=150.0):
         assert not torch.equal(wanted["active"], wanted["second"])
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
         assert_equal(loaded, wanted)
+        torch.testing.assert_close(merged, found["active"], atol=1e-5, rtol=1e-5)
 
 
 class ComputedShapes(TorchDispatchMode):
-    """The shapes of all that is computed on this rank."""
+    """The shapes of all that is computed on this rank, but for views of what is ``given``."""
 
-    def __init__(self) -> None:
+    def __init__(self, given: list[Tensor]) -> None:
         super().__init__()
+        self.given = {each.untyped_storage().data_ptr() for each in given}
         self.found: set[torch.Size] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         computed = func(*args, **(kwargs or {}))
-        self.found |= {each.shape for each in tree_leaves(computed) if type(each) is Tensor}
+        found = [each for each in tree_leaves(computed) if type(each) is Tensor]
+        self.found |= {each.shape for each in found if each.untyped_storage().data_ptr() not in self.given}
         return computed
 
 
-def shapes_of_all_experts(strategy: ms.Strategy | None) -> set[torch.Size]:
-    """Returns the shape of a whole adapted parameter if a step computes it."""
-    model = adapted()
-    whole_shapes = {each.shape for name, each in model.named_parameters() if name.endswith("gate_up_proj")}
+def shapes_of_parameters(strategy: ms.Strategy | None, name: str) -> set[torch.Size]:
+    """Returns the shapes of frozen matrices that a step computes: of gate_up of all experts, and with Ep of this rank's
+    matrices. With Fsep a rank copies its slices to send them, and those of gate_up have the shape of all of down.
+    """
+    model = MODELS[name]()
     if strategy:
         ms.parallelize(model, strategy)
-    with ComputedShapes() as shapes:
+    frozen = [each for name, each in model.named_parameters() if name.endswith(("gate_up_proj", "down_proj"))]
+    local = [each.to_local() if isinstance(each, DTensor) else each for each in frozen]
+    with ComputedShapes(local) as shapes:
         loss_of(model, dist.get_rank()).backward()
-    return shapes.found & whole_shapes
+    own = local if strategy and isinstance(strategy.sharding, ms.Ep) else []
+    return shapes.found & {each.shape for each in (frozen[0], *own)}
 
 
-def test_no_rank_computes_adapted_parameters_of_all_experts(ranks: LocalRanks) -> None:
-    assert all(ranks.run(shapes_of_all_experts, None, num_ranks=2, timeout_s=150.0))
-    for strategy in (EP, lent(2), fsep(2)):
-        assert not any(ranks.run(shapes_of_all_experts, strategy, num_ranks=2, timeout_s=150.0))
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_no_rank_computes_adapted_parameters(ranks: LocalRanks, name: str) -> None:
+    assert all(ranks.run(shapes_of_parameters, None, name, num_ranks=2, timeout_s=150.0))
+    for strategy in (EP, EP.replace(reduction=INVARIANT), lent(2), fsep(2)):
+        assert not any(ranks.run(shapes_of_parameters, strategy, name, num_ranks=2, timeout_s=150.0))
 
 
-def step_in_one_process(implementation: str, **config: Any) -> tuple[set[int], dict[str, Tensor]]:
+def step_in_one_process(implementation: str, config: dict[str, Any]) -> tuple[set[int], dict[str, Tensor]]:
     """Bytes of copies of frozen parameters that are kept for backward, and losses and adapters of some steps."""
     model = adapted(**config)
     model.base_model.model.set_experts_implementation(implementation)
@@ -267,12 +298,14 @@ def step_in_one_process(implementation: str, **config: Any) -> tuple[set[int], d
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
-@pytest.mark.parametrize("config", [{}, {"r": 16, "use_rslora": True}], ids=["r=3", "rsLoRA"])
+@pytest.mark.parametrize(
+    "config", [{}, {"r": 16, "use_rslora": True}, {"family": "gpt_oss"}], ids=["r=3", "rsLoRA", "biases"]
+)
 def test_lora_in_one_process_is_two_products_beside_frozen_experts(config: dict[str, Any]) -> None:
     """No copy of a frozen parameter is kept, and results are those of PEFT on transformers' own code."""
     ms.hf.register()
-    copies, found = step_in_one_process("moesys", **config)
-    copies_of_peft, wanted = step_in_one_process("eager", **config)
+    copies, found = step_in_one_process("moesys", config)
+    copies_of_peft, wanted = step_in_one_process("eager", config)
     assert copies_of_peft
     assert not copies
     for name, each in found.items():
