@@ -192,7 +192,7 @@ class Muon(Optimizer):
 
     def _train(self, shares: Sequence[Share], group_of: Mapping[Tensor, Mapping[str, Any]]) -> Iterator[None]:
         """Trains the shares of one round: sends what others own, and yields; receives what this rank owns, makes it
-        orthogonal and sends it back, and yields; receives its own parts and adds them. Without a channel, one share
+        orthogonal and sends it back, and yields; receives its own parts and adds them. Of whole rows, one share
         after another.
         """
         if not shares:
