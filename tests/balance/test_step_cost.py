@@ -25,7 +25,6 @@ from moesys.balance.run_planner import plan_layout, split_tokens
 from moesys.config import Overlap, presets
 from moesys.layout import EMPTY
 from moesys.row_traffic import row_traffic
-from moesys.simulator.rest_of_step import RestOfStep
 from moesys.simulator.step_program import run_step, simulate
 from moesys.traces import generate
 
@@ -231,12 +230,10 @@ class Situation:
     cluster: ms.ClusterSpec
     strategy: ms.Strategy
     loads: tuple[ms.planning.LoadMatrix, ms.planning.LoadMatrix]
-    recompute: str = "none"
-    rest_seconds: float = 0.0
 
     @classmethod
     def drawn(cls, seed: int) -> Situation:
-        """Models, link domains and slow links, shardings, late slots, overlaps, recomputation and loads that change."""
+        """Models, link domains and slow links, shardings, late slots, overlaps and loads that change."""
         numbers = np.random.default_rng((20261127, seed))
 
         def one_of(*values: Any) -> Any:
@@ -270,38 +267,25 @@ class Situation:
         )
         before, now = map(ms.planning.LoadMatrix, generate(how, R, E, model.top_k, seed).tokens_SLRE[:, 0])
         strategy = ms.Strategy(name="drawn", sharding=sharding, overlap=overlap, late_slots=late)
-        rest_seconds = one_of(0.0, 0.5, 1.0) * cost.expert_seconds(float(tokens * model.top_k), model, cluster, False)
-        recompute = one_of("none", "none", "layers", "selective", "computing")
-        return cls(model, cluster, strategy, (before, now), recompute, rest_seconds)
+        return cls(model, cluster, strategy, (before, now))
 
     @property
     def kind(self) -> set[str]:
         """What sets it apart, of which each is to be judged well."""
         sharding, overlap = self.strategy.sharding, self.strategy.overlap
         ahead = f"{sharding.kind}, {'ahead' if sharding.prefetch_layers else 'on demand'}"
-        return {self.recompute, ahead, f"{overlap.chunks} chunks", f"{self.strategy.late_slots} late slots"}
+        return {ahead, f"{overlap.chunks} chunks", f"{self.strategy.late_slots} late slots"}
 
     def simulated_and_judged(self, balance: ms.Balance, split: ms.Split) -> tuple[float, float]:
-        """Returns the seconds of a layer among equal ones, without the rest of it."""
+        """Returns the seconds of a layer among equal ones."""
         strategy = self.strategy.replace(balance=balance, split=split)
         model, cluster, (before, now) = self.model, self.cluster, self.loads
         slots = strategy.early_slots(model, cluster)
         layout = plan_layout(before, cluster, balance, slots, model=model, strategy=strategy)
         plan = plan_layer(strategy, model, cluster, now, layout=layout).tokens
-        rest = RestOfStep(other_seconds=self.rest_seconds, recompute=self.recompute)
-        few, many = (run_step(strategy, model, cluster, [[plan] * n], rest).length_seconds for n in (2, 4))
-        of_rest = self.rest_seconds * (3 if self.recompute == "none" else 4)
-        judged = plan_seconds(
-            plan,
-            cluster,
-            model,
-            strategy.sharding,
-            strategy.overlap,
-            late_slots=strategy.late_slots,
-            recompute=self.recompute,
-            rest_seconds=self.rest_seconds,
-        )
-        return (many - few) / 2 - of_rest, judged
+        few, many = (run_step(strategy, model, cluster, [[plan] * n]).length_seconds for n in (2, 4))
+        judged = plan_seconds(plan, cluster, model, strategy.sharding, strategy.overlap, late_slots=strategy.late_slots)
+        return (many - few) / 2, judged
 
 
 @pytest.mark.parametrize("num_situations", [10, pytest.param(75, marks=pytest.mark.slow)])
@@ -334,7 +318,7 @@ def test_late_experts_are_judged_as_they_are_simulated(sharding):
     load = ms.planning.LoadMatrix(np.tile([30_000, 8_000, 6_000, 4_000, 4_000, 4_000, 4_000, 4_000], (16, 1)))
     ahead = sharding(slots_per_rank=2, prefetch_layers=1, delay_reshard=True)
     late = ms.Strategy(name="late", sharding=ahead, late_slots=1)
-    situation = Situation(presets.MIXTRAL_8X7B, cluster, late, (load, load), rest_seconds=0.1)
+    situation = Situation(presets.MIXTRAL_8X7B, cluster, late, (load, load))
     simulated_s, judged_s = situation.simulated_and_judged(ms.Static(), ms.FlowSplit())
     assert judged_s == pytest.approx(simulated_s, rel=0.03)
 

@@ -283,7 +283,7 @@ def split_by_cost(tokens_RE, expert_RS, node_R, level_LR, turn, prices):  # type
         if cost < least:
             limit, best_P, least = higher, tokens_P, cost
     # there a rank has all that the limit allows, and a node sends at least its share of the traffic
-    least_there = 2 * (least_traffic // prices.beside_32C.shape[2]) * prices.nics[0]
+    least_there = 2 * (least_traffic // prices.beside_22C.shape[2]) * prices.nics[0]
     if below < above and (below + 1) * prices.row[0] + least_there < least:
         higher = _least_limit(demand, table, groups, turn, least_traffic, below, above)
         tokens_P, _ = _assign(demand, table, groups, turn, higher)

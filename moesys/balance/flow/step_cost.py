@@ -1,12 +1,11 @@
 """The cost of a split in a step, compiled: products on the busiest rank, and rows on the busiest links.
 
-A step sends every row to its expert and back, forward and backward, and again if a layer is recomputed. An all-to-all
-takes as long as its busiest link; a rank computes once its own rows have arrived, so that in dispatch only its own
-links count. Experts that travel at the same time share the links with these rows. Experts that are prefetched, and
-gradients that are delayed, have the links alone while ranks compute, then share them with the results, and the step
-waits for the rest. Rows of one chunk travel while another is computed. Products, gathers and links are those of
-``moesys.cost``, without latencies, tiles and memory. Numbers are integers; shares are doubles, which all ranks round
-alike.
+A step sends every row to its expert and back, forward and backward. An all-to-all takes as long as its busiest link; a
+rank computes once its own rows have arrived, so that in dispatch only its own links count. Experts that travel at the
+same time share the links with these rows. Experts that are prefetched, and gradients that are delayed, have the links
+alone while ranks compute, then share them with the results, and the step waits for the rest. Rows of one chunk travel
+while another is computed. Products, gathers and links are those of ``moesys.cost``, without latencies, tiles and
+memory. Numbers are integers; shares are doubles, which all ranks round alike.
 
 If tokens cross to a node once and return as sums (``row_traffic``), the number that crosses is the expectation for K
 independent choices, by nodes, not by ranks; rows then spread inside, and sums are made there, part by part. Rows go to
@@ -24,7 +23,6 @@ from moesys.balance.flow.token_routes import list_replicas
 from moesys.balance.planning_problem import link_domains_of, nodes_of, tokens_by_node
 from moesys.compiled import borrowing, compiled
 from moesys.config import ClusterSpec, Fsep, ModelShape, Overlap, Sharding
-from moesys.config.workload import Recompute
 from moesys.cost import (
     GRADIENT_BYTES,
     FloatArray,
@@ -47,31 +45,27 @@ MEGA_CHUNKS = 4
 
 
 class Prices(NamedTuple):
-    """Seconds of a token, in a unit of ``unit_s`` seconds; int64. C nodes with NICs of their own; three passes:
-    forward, recomputation, backward.
+    """Seconds of a token, in a unit of ``unit_s`` seconds; int64. C nodes with NICs of their own; two passes:
+    forward, backward.
 
-    - ``row`` [1]: all computation; ``before_3`` of it before results are sent, ``after_3`` after they are back;
-    - ``returns_3``: 1 if results are sent back in a pass, else 0;
+    - ``row`` [1]: all computation; ``before_2`` of it before results are sent, ``after_2`` after they are back;
     - ``inside`` [1]: a row sent or received inside its domain by a rank, once;
     - ``nics`` [1]: a row sent or received by a node between domains, once; ``nics_R``: the node of each rank;
-    - ``beside_32C``: experts that travel together with rows, over each node's NICs and inside domains;
-    - ``behind_32C``: messages that travel during the products of a pass;
-    - ``rest`` [1]: the rest of a layer, between its forward and that of the next layer;
+    - ``beside_22C``: experts that travel together with rows, over each node's NICs and inside domains;
+    - ``behind_22C``: messages that travel during the products of a pass;
     - ``once`` [1]: choices of a token that crosses once, 0 if every row crosses; ``parts`` [1]: in how many parts;
     - ``chunks`` [1]: chunks of rows; ``copy_share``: share of computation that is lost while messages travel.
     """
 
     unit_s: float
     row: IntArray
-    before_3: IntArray
-    after_3: IntArray
-    returns_3: IntArray
+    before_2: IntArray
+    after_2: IntArray
     inside: IntArray
     nics: IntArray
     nics_R: IntArray
-    beside_32C: IntArray
-    behind_32C: IntArray
-    rest: IntArray
+    beside_22C: IntArray
+    behind_22C: IntArray
     once: IntArray
     parts: IntArray
     chunks: IntArray
@@ -91,7 +85,6 @@ def prices_of(
     num_tokens: int,
     overlap: Overlap | None = None,
     units_per_token: float = 1,
-    recompute: Recompute = "none",
     chunked: bool = False,
 ) -> Prices:
     """Returns the prices of a token of ``model`` on ``cluster``, for sums over ``num_tokens``, which are of
@@ -103,33 +96,28 @@ def prices_of(
     """
     row_bytes, gather = model.row_bytes, memory_seconds(2.0 * model.row_bytes, cluster)
     forward, backward = (expert_seconds(1.0, model, cluster, backward) for backward in (False, True))
-    # Pre-activations are four of the six products' flops.
-    again = {"layers": forward + gather, "selective": forward * 2 / 3}.get(recompute, 0.0)
-    in_backward = forward if recompute == "computing" else 0.0
-    before = np.array([forward + gather, again, in_backward + backward / 2 + gather])
+    before = np.array([forward + gather, backward / 2 + gather])
     row = before.sum() + backward / 2
     inside = row_bytes / (cluster.intra_node_gb_per_s * 1e9)
     nics = row_bytes / (cluster.inter_node_gb_per_s * 1e9)
     unit = max(row, inside, nics) / max(min(DEAREST, ALL_TOKENS // max(num_tokens, 1)), 1)
-    before_3 = _rounded(before / unit)
+    before_2 = _rounded(before / unit)
     after_1, inside_1, nics_1 = _rounded(np.array([[backward / 2], [inside], [nics]]) / unit)
-    no_experts_32C = np.zeros((3, 2, cluster.num_nodes), np.int64)
+    no_experts_22C = np.zeros((2, 2, cluster.num_nodes), np.int64)
     once = np.array([model.top_k if crosses_once(overlap, cluster) else 0])
     # as if tokens were everywhere alike, and wanted experts everywhere alike
     leaving = num_tokens / units_per_token / cluster.num_ranks * (1 - 1 / cluster.num_nodes)
     parts = np.array([parts_of_bytes(leaving * row_bytes, overlap.chunks) if overlap and once[0] else 1])
     return Prices(
         unit_s=unit,
-        row=before_3.sum(keepdims=True) + after_1,
-        before_3=before_3,
-        after_3=np.array([0, 0, after_1[0]]),
-        returns_3=np.array([1, recompute == "layers", 1]),
+        row=before_2.sum(keepdims=True) + after_1,
+        before_2=before_2,
+        after_2=np.array([0, after_1[0]]),
         inside=inside_1,
         nics=nics_1,
         nics_R=np.asarray(cluster.node_of_rank),
-        beside_32C=no_experts_32C,
-        behind_32C=no_experts_32C,
-        rest=np.zeros(1, np.int64),
+        beside_22C=no_experts_22C,
+        behind_22C=no_experts_22C,
         once=once,
         parts=parts,
         chunks=np.array([_chunks(overlap) if chunked else 1]),
@@ -153,19 +141,15 @@ def plan_seconds(
     units_per_token: int = 1,
     *,
     late_slots: int = 0,
-    recompute: Recompute = "none",
-    rest_seconds: float = 0.0,
 ) -> float:
     """Returns what a layer adds to a step under ``plan``, as planners count it; a token of a micro-batch is
     ``units_per_token`` of the plan's.
 
     ``late_slots``: of the layout's slots those that are filled when the counts are known, the last of each rank.
-    ``rest_seconds``: of the forward of the rest of the layer, behind which experts may travel; it is not counted.
     """
     layout, load, domain_R = plan.layout, plan.load, link_domains_of(cluster)
-    prices = prices_of(model, cluster, load.total, overlap, units_per_token, recompute, chunked=True)
-    how = (layout, model, cluster, sharding, units_per_token)
-    prices, gradients = with_experts(prices, *how, late_slots=late_slots, rest_seconds=rest_seconds)
+    prices = prices_of(model, cluster, load.total, overlap, units_per_token, chunked=True)
+    prices, gradients = with_experts(prices, layout, model, cluster, sharding, units_per_token, late_slots=late_slots)
     supply_DE, _ = tokens_by_node(load.tokens_RE, domain_R)
     table = list_replicas(layout.expert_RS, layout.num_experts)
     tokens_P = np.ascontiguousarray(plan.tokens_RER.sum(axis=0)[table.expert_P, table.rank_P])
@@ -193,35 +177,33 @@ def with_experts(
     units_per_token: int = 1,
     scale: int = 0,
     late_slots: int = 0,
-    rest_seconds: float = 0.0,
 ) -> tuple[Prices, int]:
     """Returns ``prices`` with the transfers of the experts of ``layout``, and the cost of gradients that are sent while
     nothing is computed, for counts in ``units_per_token`` per token, shifted by ``scale`` bits.
 
     The last ``late_slots`` of a rank are filled when the counts are known: their experts travel together with rows,
-    even if others are prefetched. ``rest_seconds``: the forward of the rest of a layer, during which experts travel.
+    even if others are prefetched.
     """
-    passes, waited_s = np.zeros((2, 3, 2, cluster.num_nodes)), 0.0
-    beside_32C, behind_32C = passes
+    passes, waited_s = np.zeros((2, 2, 2, cluster.num_nodes)), 0.0
+    beside_22C, behind_22C = passes
     all_2C = _restore_seconds(layout, model, cluster, sharding)
-    (behind_32C if sharding.prefetch_layers else beside_32C)[0] = all_2C
+    (behind_22C if sharding.prefetch_layers else beside_22C)[0] = all_2C
     if sharding.prefetch_layers and late_slots:
         settled = layout.without_last(late_slots)
-        behind_32C[0] = _restore_seconds(settled, model, cluster, sharding)
-        beside_32C[0] = _busiest(restore_bytes(layout, model, cluster, sharding, here=settled), cluster)
+        behind_22C[0] = _restore_seconds(settled, model, cluster, sharding)
+        beside_22C[0] = _busiest(restore_bytes(layout, model, cluster, sharding, here=settled), cluster)
     if sharding.reshard_after_forward and sharding.prefetch_layers:
-        behind_32C[2] = all_2C
+        behind_22C[1] = all_2C
     elif sharding.reshard_after_forward:
-        beside_32C[1 if prices.before_3[1] else 2] = all_2C
+        beside_22C[1] = all_2C
     if not sharding.delay_reshard:
         waited_s = reshard_seconds(layout, model, cluster, sharding)
     elif isinstance(sharding, Fsep) and sharding.reshard == "flat":
-        behind_32C[2] += _sharded_seconds(layout, model, cluster, GRADIENT_BYTES)
+        behind_22C[1] += _sharded_seconds(layout, model, cluster, GRADIENT_BYTES)
     else:
-        behind_32C[2] += _busiest(reshard_bytes(layout, model, cluster, sharding), cluster)
-    beside_32C, behind_32C = _rounded(passes / prices.unit_s) * units_per_token >> scale
-    rest = _rounded(np.array([rest_seconds / prices.unit_s])) * units_per_token >> scale
-    with_them = prices._replace(beside_32C=beside_32C, behind_32C=behind_32C, rest=rest)
+        behind_22C[1] += _busiest(reshard_bytes(layout, model, cluster, sharding), cluster)
+    beside_22C, behind_22C = _rounded(passes / prices.unit_s) * units_per_token >> scale
+    with_them = prices._replace(beside_22C=beside_22C, behind_22C=behind_22C)
     return with_them, int(waited_s / prices.unit_s) * units_per_token >> scale
 
 
@@ -297,7 +279,7 @@ def split_cost(tokens_RE, supply_NE, node_R, table, tokens_P, prices):  # type: 
             tokens = tokens_RE[rank, expert]
             leaving = np.int64((supply - here) / supply * tokens) if here < supply else np.int64(0)
             out_R[rank] -= tokens - leaving
-    num_nics = prices.beside_32C.shape[2]
+    num_nics = prices.beside_22C.shape[2]
     out_C, in_C = np.zeros(num_nics, np.int64), np.zeros(num_nics, np.int64)
     inside_C, busiest_C = np.zeros(num_nics, np.int64), np.zeros(num_nics, np.int64)
     for rank in range(num_ranks):
@@ -313,29 +295,29 @@ def split_cost(tokens_RE, supply_NE, node_R, table, tokens_P, prices):  # type: 
     between_C = np.maximum(out_C, in_C) * prices.nics[0]
     back = _in_parts(between_C.max(), inside_C.max(), spread_C.max(), parts)
     cost = np.int64(0)
-    for way in range(3):
-        if prices.before_3[way]:
+    for way in range(2):
+        if prices.before_2[way]:
             cost += _pass_cost(way, between_C, inside_C, spread_C, busiest_C, back, prices)
     return cost, cost - busiest_C.max() * prices.row[0]
 
 
 @borrowing
 def _pass_cost(way, between_C, inside_C, spread_C, busiest_C, back, prices):  # type: ignore[no-untyped-def]
-    """Returns the cost of forward, recomputation or backward; ``back``: the cost of sending results back."""
+    """Returns the cost of forward or backward; ``back``: the cost of sending results back."""
     chunks, parts, share = prices.chunks[0], prices.parts[0], prices.copy_share
-    back = back // chunks * prices.returns_3[way]
+    back = back // chunks
     ready = last = left_over = np.int64(0)
     for nics in range(between_C.size):
         between, inside, spread = between_C[nics] // chunks, inside_C[nics] // chunks, spread_C[nics] // chunks
-        experts, experts_inside = prices.beside_32C[way, :, nics]
-        behind = max(prices.behind_32C[way, 0, nics], prices.behind_32C[way, 1, nics])
+        experts, experts_inside = prices.beside_22C[way, :, nics]
+        behind = max(prices.behind_22C[way, 0, nics], prices.behind_22C[way, 1, nics])
         rows, with_experts = _in_parts(between, inside, spread, parts), between + min(between, experts)
         # Rows have half of a link until its experts have arrived: the rows of the first chunk, and of the next one.
         arrival = max(_in_parts(with_experts, inside, spread, parts), experts + min(experts, between * min(chunks, 2)))
         arrival = max(arrival, spread + inside + min(inside, experts_inside))
         arrival = max(arrival, spread + experts_inside + min(experts_inside, inside * min(chunks, 2)))
-        products, own_back = busiest_C[nics] * prices.before_3[way] // chunks, min(rows, back)
-        later = busiest_C[nics] * prices.after_3[way]
+        products, own_back = busiest_C[nics] * prices.before_2[way] // chunks, min(rows, back)
+        later = busiest_C[nics] * prices.after_2[way]
         if chunks == 1:
             products = _beside(products, behind, share)
             ready = max(ready, arrival + products)
@@ -356,8 +338,6 @@ def _pass_cost(way, between_C, inside_C, spread_C, busiest_C, back, prices):  # 
             after = max(_beside(later, back + left, share), back, own_back + shared)
             last = max(last, after)
             left = max(left - max(after - back, shared), 0)
-        if way == 0:
-            left = max(left - _beside(prices.rest[0], left, share), 0)
         left_over = max(left_over, left)
     return ready + last + left_over
 
