@@ -100,14 +100,6 @@ class StepLine:
     layers: tuple[LayerLine, ...]
     events: tuple[EventLine, ...] = ()
 
-    def of_all_layers(self) -> dict[str, float]:
-        """Returns each scalar of all layers together: the worst of loads, the sum of all else."""
-        return {
-            name: float((max if name.startswith("load") else sum)(getattr(layer, name) for layer in self.layers))
-            for name in SCALARS
-            if self.layers
-        }
-
 
 def step_journal(path: Path) -> Journal[StepLine]:
     """Returns the journal of one rank."""

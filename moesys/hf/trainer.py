@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -42,29 +42,15 @@ class WatchCallback(TrainerCallback):
 
     Arguments are those of ``Watch``. A step's line has loss, grad_norm, learning_rate and eval_loss where the trainer
     logged them since the line before (``logging_steps``). It is written when the next step begins, or training ends.
-    ``report_with`` has the trainer log what layers did.
 
     Raises ValueError at the beginning of training, where the model has no experts under a strategy.
     """
 
-    def __init__(self, folder: Path | str, *, every: int = 1) -> None:
-        self.folder, self.every = folder, every
+    def __init__(self, folder: Path | str, *, every: int = 1, log: Callable[..., object] | None = None) -> None:
+        self.folder, self.every, self.log = folder, every, log
         self._watch: Watch | None = None
         self._line: StepLine | None = None
         self._logged: dict[str, float] = {}
-        self._reports = False
-
-    def report_with(self, trainer: Trainer) -> None:
-        """Adds ``moe_load_p95`` and other values of all layers together (``StepLine.of_all_layers``) to what
-        ``trainer`` logs of a step with its loss: to its ``log_history``, and wherever ``report_to`` says.
-
-        The callback becomes the first one, because those of ``report_to`` are called before all that a user adds.
-        """
-        callbacks = trainer.callback_handler.callbacks
-        if self in callbacks:
-            callbacks.remove(self)
-        callbacks.insert(0, self)
-        self._reports = True
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
@@ -72,7 +58,7 @@ class WatchCallback(TrainerCallback):
         model: nn.Module = others["model"]
         # An earlier training may have raised an error.
         self._close()
-        self._watch = Watch(model, self.folder, every=self.every)
+        self._watch = Watch(model, self.folder, every=self.every, log=self.log)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._write()
@@ -85,11 +71,6 @@ class WatchCallback(TrainerCallback):
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
         logs: dict[str, float] = others.get("logs") or {}
-        if self._reports and self._line is not None and "loss" in logs:
-            of_layers = {f"moe_{name}": value for name, value in self._line.of_all_layers().items()}
-            logs |= of_layers
-            # This is a copy of what is logged, which was made before.
-            state.log_history[-1] |= of_layers
         self._logged |= {name: value for name, value in logs.items() if name in LOGGED}
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
