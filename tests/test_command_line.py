@@ -174,20 +174,6 @@ def test_a_failed_trial_gives_exit_code_1_and_a_format_for_machines_has_stdout_f
     assert json.loads(again.stdout)["source"] == "simulated"
 
 
-def test_folders_of_one_setting_share_a_table_and_a_rerun_gets_its_own():
-    ep, fsep = experiment().strategies
-    wide = fsep.replace(name="fsep", sharding=Fsep(slots_per_rank=4))
-    write("a.json", experiment(name="a").to_json())
-    write("b.json", experiment(name="b", strategies=(ep.replace(name="baseline"), wide)).to_json())
-    for name in ("a.json", "b.json"):
-        assert moesys("run", name).exit_code == 0
-    a, b = (str(next(Path("runs").glob(f"{name}-*"))) for name in "ab")
-    together = json.loads(moesys("compare", a, b, "--json").stdout)
-    assert {row["name"]: row["n"] for row in together["rows"]} == {"ep": 2, "fsep": 2, f"fsep ({Path(b).name})": 2}
-    apart = moesys("compare", a, a).stdout
-    assert apart.count("SIMULATED: a") == 2
-
-
 def test_differing_environments_are_named(monkeypatch):
     write("small.json", experiment().to_json())
     assert moesys("run", "small.json", "--seeds", "1").exit_code == 0

@@ -20,7 +20,7 @@ from lab_cases import moesys
 from runner_cases import EP, FSEP, PIPELINED, partly_failing, simulation, training
 
 import moesys as ms
-from moesys import ClusterSpec, Replay, Static, compare, plan_layout, run
+from moesys import ClusterSpec, Replay, Static, plan_layout, run
 from moesys.lab.commands import compare as compare_module
 from moesys.lab.commands.compare import print_locations
 from moesys.lab.commands.run import run_command
@@ -155,15 +155,6 @@ def test_experts_without_memory_are_refused_before_a_trial_starts(tmp_path, monk
         run(training(strategies=(EP,), model=large), tmp_path)
     # The cost model is not of this machine.
     assert run(simulation(seeds=(0,)), tmp_path).exit_code == 0
-
-
-def test_seeds_of_two_folders_make_one_comparison(tmp_path):
-    whole = run(simulation(seeds=(0, 1, 2)), tmp_path / "whole")
-    parts = [run(simulation(seeds=seeds), tmp_path / f"part-{seeds[0]}") for seeds in ((0,), (1, 2))]
-    (expected,), (merged,) = compare([whole.path]), compare([part.path for part in parts])
-    assert merged.n == expected.n == 3
-    assert [row.speedup for row in merged.rows] == [row.speedup for row in expected.rows]
-    assert len(compare([whole.path, parts[0].path])) == 2, "all of its trials are in the first folder"
 
 
 def test_a_trace_that_changed_is_refused(tmp_path):
