@@ -152,16 +152,6 @@ def test_settings_change_fields_and_several_values_make_several_experiments(sett
     assert {one.name: eval(f"one.{path}", {"one": one}) for one in changed([experiment()], settings)} == expected
 
 
-def test_fail_fast_leaves_out_the_experiments_that_follow():
-    failing = Strategy(name="failing", sharding=Fsep(slots_per_rank=4), balance=CpSat(min_replicas=3))
-    write("sweep.py", a_sweep(strategies=(failing,), seeds=(0,)))
-    result = moesys("run", "sweep.py", "--fail-fast")
-    assert result.exit_code == 1
-    assert "skew-1" not in result.stdout
-    assert moesys("run", "sweep.py", "--fail-fast", "--retry-failed").exit_code == 1
-    assert moesys("run", "sweep.py", "--fail-fast").stdout.count("trials are recorded") == 2
-
-
 def test_a_failed_trial_gives_exit_code_1_and_a_format_for_machines_has_stdout_for_itself():
     failing = Strategy(name="failing", sharding=Fsep(slots_per_rank=4), balance=CpSat(min_replicas=3))
     write("partly.json", experiment(strategies=(Strategy(name="ep"), failing), seeds=(0,)).to_json())

@@ -196,9 +196,7 @@ def watched_training(folder: Path) -> Attempt:
 # --- run folders --------------------------------------------------------------------------------------------------
 
 PACKAGES = {"torch": "2.13", "numpy": "2.0"}
-ENVIRONMENT = Environment(
-    "0123abcd", "", "3.11", PACKAGES, "Linux", "a processor", "AVX2", 2, 1, [], "", {"OMP_X": "1"}
-)
+ENVIRONMENT = Environment("0123abcd", "3.11", PACKAGES, "Linux", "a processor", "AVX2", 2, 1, [], "", {"OMP_X": "1"})
 
 
 def run_folder(folder: Path) -> Attempt:
@@ -206,7 +204,7 @@ def run_folder(folder: Path) -> Attempt:
     paths: list[dict[Path, bytes]] = []
     for experiment in experiments:
         with RunFolder.open(experiment, folder / experiment.source) as run:
-            environment = save_environment(ENVIRONMENT, "", run.path)
+            environment = save_environment(ENVIRONMENT, run.path)
             for record in lab_cases.records(experiment, {"ep": 10.0, "fsep": 8.0, "fsep_wide|a&b": 9.0}):
                 run.append(replace(record, environment=environment))
         paths.append({path: path.read_bytes() for path in run.path.iterdir() if path.suffix in (".json", ".jsonl")})

@@ -79,7 +79,7 @@ def spec_text(found: Calibration) -> str:
 def report(found: Calibration, threads: int) -> Report:
     from moesys.lab.calibrate.measurement import four_digits
 
-    machine = collect_environment(threads)[0].machine_line
+    machine = collect_environment(threads).machine_line
     notes = [
         f"{machine}; {found.cluster.num_ranks} ranks, all measured at the same time.",
         "n: windows of several calls. Predicted: by the cost model with these fields. Error: predicted divided by "

@@ -455,8 +455,6 @@ def explanation_tree(explanation: StepExplanation, layer: int | None = None) -> 
     for reason in explanation.would_not_run:
         add_line(tree, "would not run", reason)
     add_line(tree, "strategy", repr(explanation.strategy))
-    if explanation.strategy.overlap.reaches_memory:
-        add_line(tree, "plans", _planning_words(explanation.strategy))
     _time_branch(tree, explanation)
     add_head(tree, counted(len(layers), "layer")).add(_table(layers))
     _layer_branch(tree, layers[layer], explanation.strategy, explanation.critical_rank)
@@ -470,15 +468,6 @@ def _cluster_words(cluster: ClusterSpec) -> str:
         f"{cluster.intra_node_gb_per_s:g} GB/s inside and "
         f"{cluster.inter_node_gb_per_s:g} GB/s between nodes, {cluster.expert_tflops:g} TFLOP/s a rank"
     )
-
-
-def _planning_words(strategy: Strategy) -> str:
-    """Describes where ranks plan a micro-batch, and why."""
-    if strategy.plans_on_device:
-        return "on the devices, from counts that travel with the tokens' flag: no host waits"
-    if not strategy.split.on_device:
-        return "on the hosts, which wait for all counts: devices keep no cap and know no exact traffic"
-    return "on the hosts, which wait for all counts: MegaKernel(most_tokens=...) would let devices plan"
 
 
 def _time_branch(tree: Tree, explanation: StepExplanation) -> None:

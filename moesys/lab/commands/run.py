@@ -44,7 +44,6 @@ def run_command(
     slurm: Annotated[
         str | None, option("OPTIONS", "Run trials as Slurm jobs: time=120,partition=gpu, or a .toml or .json file.")
     ] = None,
-    fail_fast: Annotated[bool, flag("Stop at the first trial that fails.", "--fail-fast")] = False,
     retry_failed: Annotated[bool, flag("Run trials again that failed earlier.", "--retry-failed")] = False,
     fresh: Annotated[bool, flag("Start a new run folder.", "--fresh")] = False,
     strategy: Annotated[list[Path] | None, option("FILE", "Add a Strategy in a file; may be repeated.")] = None,
@@ -75,7 +74,6 @@ def run_command(
         result = run(
             experiment,
             out,
-            fail_fast=fail_fast,
             retry_failed=retry_failed,
             fresh=fresh,
             threads=threads,
@@ -91,8 +89,6 @@ def run_command(
             comparisons.append(report(result, output.as_json, wide=output.wide))
             folders.append(result.path)
             code = max(code, result.exit_code, int(bool(comparisons[-1].unequal)))
-        if result.stopped:
-            break
     if folders:
         print_locations(folders, told)
     return code

@@ -30,15 +30,14 @@ _ONE_HOST = ("GLOO_SOCKET_IFNAME", LOOPBACK)
 class Environment:
     """Everything that can change a measured number while all fields of the experiment stay the same.
 
-    git_commit: of the checkout that moesys runs from; empty where it does not run from one.
-    git_diff: the file of the run folder that holds its uncommitted changes; empty where there are none.
+    git_commit: of the checkout that moesys runs from, followed by ``+`` and a digest of the source if that has
+        uncommitted changes; empty where it does not run from one.
     cpu_capability: the instructions that torch chose, such as AVX512; with threads and dtype the CPU's numerics class.
     torch_threads: of each rank. variables: those set that steer BLAS, torch, CUDA, NCCL and gloo, less what is set for
         ranks by whatever starts them; the home folder in them is written ``~``.
     """
 
     git_commit: str
-    git_diff: str
     python: str
     packages: dict[str, str]
     platform: str
@@ -63,23 +62,20 @@ class Environment:
         parts.append(f"Python {self.python}")
         parts += [f"torch {self.packages['torch']}"] if "torch" in self.packages else []
         if self.git_commit:
-            parts.append(f"moesys {self.git_commit[:8]}{' with uncommitted changes' if self.git_diff else ''}")
+            commit, changed, _ = self.git_commit.partition("+")
+            parts.append(f"moesys {commit[:8]}{' with uncommitted changes' if changed else ''}")
         return ", ".join(parts)
 
 
-def collect_environment(torch_threads: int | None = None) -> tuple[Environment, str]:
-    """Returns the environment of this process, and the text of the uncommitted changes. ``torch_threads``: by default
-    torch's own number.
-    """
+def collect_environment(torch_threads: int | None = None) -> Environment:
+    """Returns the environment of this process. ``torch_threads``: by default torch's own number."""
     # This import is here because reading environments does not need torch.
     import torch
 
-    commit, diff = _git_state(Path(__file__).parents[2])
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpus else ""
-    environment = Environment(
-        git_commit=commit,
-        git_diff=f"changes-{sha256(diff.encode()).hexdigest()[:8]}.diff" if diff else "",
+    return Environment(
+        git_commit=_git_state(Path(__file__).parents[2]),
         python=platform.python_version(),
         packages={package: found for package in _PACKAGES if (found := version_of(package))},
         platform=platform.platform(),
@@ -95,7 +91,6 @@ def collect_environment(torch_threads: int | None = None) -> tuple[Environment, 
             if name.startswith(_VARIABLES) and name not in _SET_FOR_RANKS and (name, value) != _ONE_HOST
         },
     )
-    return environment, diff
 
 
 def source_digest(counts: Callable[[str], bool] = lambda _: True) -> str:
@@ -135,11 +130,9 @@ def _core_limits(root: Path = Path("/")) -> Iterator[float]:
                         yield quota / period
 
 
-def save_environment(environment: Environment, diff: str, folder: Path) -> str:
-    """Writes ``environment-<id>.json``, and the uncommitted changes, unless they exist. Returns the id."""
+def save_environment(environment: Environment, folder: Path) -> str:
+    """Writes ``environment-<id>.json``, unless it exists. Returns the id."""
     path = folder / f"environment-{environment.id}.json"
-    if environment.git_diff and not (folder / environment.git_diff).exists():
-        write_whole(folder / environment.git_diff, diff)
     if not path.exists():
         write_whole(path, json.dumps(asdict(environment), indent=2) + "\n")
     return environment.id
@@ -195,20 +188,17 @@ def _words(value: Any) -> str:
     return ", ".join(value) if isinstance(value, list) else str(value)
 
 
-def _git_state(package: Path) -> tuple[str, str]:
-    """Returns the commit of the checkout that holds a package, and the changes since, with Python files not yet added.
+def _git_state(package: Path) -> str:
+    """Returns the commit of the checkout that holds a package, with a digest of the source if that is changed.
 
-    Two empty texts where git does not know the package: one installed into an environment inside somebody's checkout
-    is not of that checkout.
+    "" where git does not know the package: one installed into an environment inside somebody's checkout is not of that
+    checkout.
     """
-    if not output_of("git", "-C", str(package), "ls-files", "__init__.py"):
-        return "", ""
-    root = output_of("git", "-C", str(package), "rev-parse", "--show-toplevel").strip()
-    commit = output_of("git", "-C", root, "rev-parse", "HEAD").strip()
-    added = output_of("git", "-C", root, "ls-files", "--others", "--exclude-standard", "--", "*.py").splitlines()
-    diff = ("git", "-C", root, "diff", "--no-ext-diff", "--no-color")
-    diffs = [output_of(*diff, "HEAD"), *(output_of(*diff, "--no-index", "--", os.devnull, file) for file in added)]
-    return commit, "".join(diffs)
+    git = ("git", "-C", str(package))
+    if not output_of(*git, "ls-files", "__init__.py"):
+        return ""
+    commit = output_of(*git, "rev-parse", "HEAD").strip()
+    return f"{commit}+{source_digest()}" if output_of(*git, "status", "--porcelain", ".") else commit
 
 
 def output_of(*command: str) -> str:

@@ -59,26 +59,14 @@ class TrialError(Exception):
 class TrialResult:
     """The result of a trial. ``measurement``: an error if it failed; None on processes that do not write.
 
-    started: UTC. seconds: from then on. environment: where it ran, with its changes; None for that of this process.
+    started: UTC. seconds: from then on. environment: where it ran; None for that of this process.
     """
 
     trial: Trial
     measurement: Measurement | TrialError | None
     started: datetime
     seconds: float
-    environment: tuple[Environment, str] | None = None
-
-
-class TrialObserver:
-    """An observer of the trials that a place runs; this one, of ranks that do not write, does nothing."""
-
-    @property
-    def folder(self) -> Path:
-        """The folder for files that belong to the trials."""
-        return Path()
-
-    def start(self, trial: Trial) -> None:
-        """Records that this trial runs now, or is the next one whose result is returned."""
+    environment: Environment | None = None
 
 
 @dataclass(frozen=True)
@@ -123,11 +111,13 @@ class Place:
         raise NotImplementedError
 
     def run_all(
-        self, trials: Sequence[Trial], experiment: Experiment, observer: TrialObserver
+        self, trials: Sequence[Trial], experiment: Experiment, started: Callable[[Trial], None], folder: Path
     ) -> Iterator[TrialResult]:
-        """Yields the results in the order of ``trials``, whichever ends first."""
+        """Yields the results in the order of ``trials``, whichever ends first. ``started`` is called with a trial that
+        runs now, or is the next one whose result is returned; ``folder``: for files that belong to the trials.
+        """
         for trial in trials:
-            observer.start(trial)
+            started(trial)
             yield result_of(trial, partial(self.run, trial, experiment))
 
     def finished(self) -> Iterator[TrialResult]:
@@ -139,9 +129,9 @@ class Place:
 
     def close(self) -> None: ...
 
-    def _in_order(self, observer: TrialObserver) -> Iterator[TrialResult]:
+    def _in_order(self, started: Callable[[Trial], None]) -> Iterator[TrialResult]:
         while self._pending:
-            observer.start(self._pending[0].trial)
+            started(self._pending[0].trial)
             result = self._pending[0].result()
             self._pending.popleft()
             yield result
@@ -225,16 +215,14 @@ class RankTrials(Place):
         return self._ranks.share(value) if self._ranks else super().share(value)
 
     def run_all(
-        self, trials: Sequence[Trial], experiment: Experiment, observer: TrialObserver
+        self, trials: Sequence[Trial], experiment: Experiment, started: Callable[[Trial], None], folder: Path
     ) -> Iterator[TrialResult]:
         # Compiling for a later strategy would disturb the times of a trial, and be shown as a part of it.
         self._prepare(dict.fromkeys(trial.strategy for trial in trials))
-        yield from super().run_all(trials, experiment, observer)
+        yield from super().run_all(trials, experiment, started, folder)
 
     def run(self, trial: Trial, experiment: Experiment) -> Measurement | None:
-        workload = experiment.workload
-        assert isinstance(workload, RealTraining)
-        arguments = (trial.strategy, experiment.model, experiment.cluster, workload, trial.seed)
+        arguments = (trial.strategy, experiment.model, experiment.cluster, self._workload, trial.seed)
         return self.call((trial.strategy,), run_measured, *arguments)
 
     def call(self, strategies: Iterable[Strategy], function: Callable[..., T], *arguments: Any) -> T:
@@ -347,18 +335,18 @@ class SimulatedTrials(Place):
         self._workers: Workers | None = None
 
     def run_all(
-        self, trials: Sequence[Trial], experiment: Experiment, observer: TrialObserver
+        self, trials: Sequence[Trial], experiment: Experiment, started: Callable[[Trial], None], folder: Path
     ) -> Iterator[TrialResult]:
         if self._jobs > 1:
             self._workers = simulating_workers(self._jobs, partial(_warm_up, {trial.strategy for trial in trials}))
         for position, trial in enumerate(trials):
-            observer.start(trial)
+            started(trial)
             workers = self._workers if position + 1 < len(trials) else None
             try:
                 yield result_of(trial, partial(simulated, trial, experiment, workers))
             except _TakesLongError:
                 assert self._workers is not None
-                yield from self._run_on(self._workers, trials[position:], experiment, observer)
+                yield from self._run_on(self._workers, trials[position:], experiment, started)
                 return
 
     def close(self) -> None:
@@ -366,12 +354,12 @@ class SimulatedTrials(Place):
             self._workers.close()
 
     def _run_on(
-        self, workers: Workers, trials: Sequence[Trial], experiment: Experiment, observer: TrialObserver
+        self, workers: Workers, trials: Sequence[Trial], experiment: Experiment, started: Callable[[Trial], None]
     ) -> Iterator[TrialResult]:
         for trial in trials:
             answer = workers.submit(result_of, trial, partial(simulated, trial, experiment))
             self._pending.append(PendingTrial(trial, answer.done, partial(_answered, trial, answer)))
-        yield from self._in_order(observer)
+        yield from self._in_order(started)
 
 
 def simulating_workers(jobs: int, prepare: Callable[[], object]) -> Workers:

@@ -17,7 +17,7 @@ from moesys.config.workload import Replay
 from moesys.display import Columns, Display
 from moesys.lab.ranks.process_start import RunInterruption, sigterm_as_ctrl_c
 from moesys.lab.runs.environment import collect_environment, save_environment
-from moesys.lab.runs.places import TrialError, TrialObserver, TrialResult, place_for
+from moesys.lab.runs.places import TrialError, TrialResult, place_for
 from moesys.lab.runs.records import Record, RunFolder, latest
 from moesys.lab.runs.slurm import Slurm, SlurmTrials
 from moesys.lab.runs.trials import routing_of
@@ -47,14 +47,13 @@ class RunResult(Display):
     """The records of an experiment in its run folder, after a run.
 
     ``records``: the last one of each trial that has any, in the order of ``Experiment.trials()``. ``num_run``: the
-    number of trials of this run. ``stopped``: whether a trial of this run failed, and ``fail_fast`` ended the run.
+    number of trials of this run.
     """
 
     experiment: Experiment
     path: Path
     records: tuple[Record, ...]
     num_run: int
-    stopped: bool = False
 
     @property
     def failed(self) -> tuple[Record, ...]:
@@ -101,7 +100,6 @@ def run(
     experiment: Experiment,
     out: str | Path = "runs",
     *,
-    fail_fast: bool = False,
     retry_failed: bool = False,
     fresh: bool = False,
     threads: int = 1,
@@ -111,9 +109,9 @@ def run(
 ) -> RunResult:
     """Runs the trials of ``experiment`` that its folder under ``out`` does not hold, in the order of their pairing.
 
-    A trial that fails is recorded with its traceback and the others still run, unless ``fail_fast``; ``retry_failed``
-    runs the trials that failed before again; ``fresh`` starts a new folder. ``threads``: torch's threads per rank.
-    Under torchrun every rank calls this and gets the same result.
+    A trial that fails is recorded with its traceback, and the others still run; ``retry_failed`` runs the trials that
+    failed before again; ``fresh`` starts a new folder. ``threads``: torch's threads per rank. Under torchrun every rank
+    calls this and gets the same result.
 
     ``jobs``: the number of simulated trials that run at a time, on worker processes as soon as they take more than
     seconds; None: one per core, 1: in this process. It does not change records, their order or tables. Trainings on
@@ -142,28 +140,27 @@ def run(
         if recorder:
             opened.enter_context(closing(recorder))
         left = place.share(recorder.left(retry_failed) if recorder else None)
-        num_run, stopped = 0, False
+        num_run = 0
         try:
             if recorder and left:
                 recorder.progress = progress or QuietProgress()
                 recorder.log = log and NumberLog(log)
                 opened.callback(recorder.progress.end)
                 recorder.begin(left, threads)
-            for result in place.run_all(left, experiment, recorder or TrialObserver()):
+            started, folder = (recorder.start, recorder.folder) if recorder else (lambda _: None, Path())
+            for result in place.run_all(left, experiment, started, folder):
                 if recorder:
                     recorder.finish(result)
                 num_run += 1
-                if stopped := fail_fast and isinstance(result.measurement, TrialError):
-                    break
         except KeyboardInterrupt:
             if recorder:
                 for result in place.finished():
                     recorder.finish(result)
             raise RunInterruption(recorder.how_to_resume() if recorder else "") from None
-        return place.share(recorder.result(num_run, stopped) if recorder else None)
+        return place.share(recorder.result(num_run) if recorder else None)
 
 
-class _Recorder(TrialObserver):
+class _Recorder:
     """Writes the records of a run, and reports its progress, on the process that writes.
 
     ``routing``: digests of the traces to replay, by seed. Raises ValueError for records that it cannot read, and for
@@ -174,6 +171,7 @@ class _Recorder(TrialObserver):
     log: NumberLog | None = None
 
     def __init__(self, experiment: Experiment, folder: RunFolder, routing: Mapping[int, str]) -> None:
+        self.folder = folder.path
         self.experiment, self._folder, self._routing = experiment, folder, routing
         self.trials = experiment.trials()
         try:
@@ -185,10 +183,6 @@ class _Recorder(TrialObserver):
 
     def close(self) -> None:
         self._folder.close()
-
-    @property
-    def folder(self) -> Path:
-        return self._folder.path
 
     def _check_routing(self) -> None:
         for record in self.records():
@@ -226,7 +220,7 @@ class _Recorder(TrialObserver):
             status="ok",
             started=result.started.isoformat(timespec="seconds"),
             seconds=result.seconds,
-            environment=save_environment(*(result.environment or self._here), self.folder),
+            environment=save_environment(result.environment or self._here, self.folder),
             routing=self._routing.get(trial.seed, ""),
         )
         if isinstance(measurement, TrialError):
@@ -247,8 +241,8 @@ class _Recorder(TrialObserver):
     def records(self) -> tuple[Record, ...]:
         return tuple(self._recorded[trial.identity] for trial in self.trials if trial.identity in self._recorded)
 
-    def result(self, num_run: int, stopped: bool) -> RunResult:
-        return RunResult(self.experiment, self.folder, self.records(), num_run, stopped)
+    def result(self, num_run: int) -> RunResult:
+        return RunResult(self.experiment, self.folder, self.records(), num_run)
 
     def how_to_resume(self) -> str:
         # The file is read again, because a signal may arrive after a record was written and before it was counted here.

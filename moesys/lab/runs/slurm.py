@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -21,16 +21,7 @@ from moesys.config.workload import RealTraining
 from moesys.lab.ranks.process_start import joins, threads_of, variables_set
 from moesys.lab.runs.declarations import declared_in
 from moesys.lab.runs.environment import collect_environment
-from moesys.lab.runs.places import (
-    PendingTrial,
-    Place,
-    RankTrials,
-    TrialError,
-    TrialObserver,
-    TrialResult,
-    result_of,
-    simulated,
-)
+from moesys.lab.runs.places import PendingTrial, Place, RankTrials, TrialError, TrialResult, result_of, simulated
 
 if TYPE_CHECKING:
     import submitit
@@ -102,15 +93,15 @@ class SlurmTrials(Place):
         self._jobs: list[submitit.Job[TrialResult | None]] = []
 
     def run_all(
-        self, trials: Sequence[Trial], experiment: Experiment, observer: TrialObserver
+        self, trials: Sequence[Trial], experiment: Experiment, started: Callable[[Trial], None], folder: Path
     ) -> Iterator[TrialResult]:
-        executor = self._executor(experiment, observer.folder / "jobs")
+        executor = self._executor(experiment, folder / "jobs")
         with variables_set(threads_of(self._threads)), executor.batch():
             jobs = [executor.submit(_result_in_job, trial, experiment, self._threads) for trial in trials]
         self._jobs = jobs
         for trial, job in zip(trials, jobs, strict=True):
             self._pending.append(PendingTrial(trial, job.done, partial(_answered, trial, job)))
-        yield from self._in_order(observer)
+        yield from self._in_order(started)
 
     def close(self) -> None:
         """Cancels what still runs or waits."""

@@ -337,9 +337,8 @@ class _Folder:
         setting = {name: getattr(experiment, name).fingerprint()[:12] for name in ("model", "cluster", "workload")}
         setting["moesys"] = source_digest()
         if isinstance(workload, RealTraining):
-            environment, _ = collect_environment(self._threads)
             # The digest of the source replaces the commit.
-            setting["machine"] = replace(environment, git_commit="", git_diff="").machine_line
+            setting["machine"] = replace(collect_environment(self._threads), git_commit="").machine_line
         if isinstance(workload, Replay):
             routings = [routing_of(workload, experiment.model, experiment.cluster, seed) for seed in self._seeds]
             setting["trace"] = " ".join(routing.digest for routing in routings)

@@ -1,31 +1,25 @@
-"""A MegaKernel is explained: who plans, and why it would not run."""
+"""A MegaKernel is explained: its times, and why it would not run."""
 
 from __future__ import annotations
 
 import pytest
 from test_explanation import FSEP, declared
 
-from moesys import FlowSplit, MegaKernel, explain
-
-ON_HOSTS = "plans: on the hosts, which wait for all counts: MegaKernel(most_tokens=...) would let devices plan"
+from moesys import MegaKernel, explain
 
 
 @pytest.mark.parametrize(
-    ("overlap", "plans"),
+    "overlap",
     [
-        (MegaKernel(), ON_HOSTS),
-        (
-            MegaKernel(deduplicate=True, most_tokens=64, rows_cap=2.0),
-            "plans: on the devices, from counts that travel with the tokens' flag: no host waits",
-        ),
-        (MegaKernel(fused="none", keep_x=False), ON_HOSTS),
+        MegaKernel(),
+        MegaKernel(deduplicate=True, most_tokens=64, rows_cap=2.0),
+        MegaKernel(fused="none", keep_x=False),
     ],
     ids=["default", "on devices", "unfused"],
 )
-def test_a_mega_kernel_says_who_plans(overlap, plans):
+def test_a_mega_kernel_takes_another_time_for_the_same_tokens(overlap):
     fused = FSEP.replace(name="fused", overlap=overlap)
     step, plain = explain(fused, declared(fused)), explain(FSEP, declared(FSEP))
-    assert plans in str(step)
     assert f"strategy: {fused!r}" in str(step)
     parts_ms = [place.ms for place in step.critical_path]
     assert [sum(step.mean_ms.values()), sum(step.critical_ms.values()), sum(parts_ms)] == pytest.approx(
@@ -33,11 +27,6 @@ def test_a_mega_kernel_says_who_plans(overlap, plans):
     )
     assert step.step_ms != plain.step_ms
     assert [(of.tokens_R, of.traffic) for of in step.layers] == [(of.tokens_R, of.traffic) for of in plain.layers]
-
-
-def test_hosts_plan_what_devices_cannot_split():
-    fused = FSEP.replace(name="fused", split=FlowSplit(max_inter_node=0.5), overlap=MegaKernel(most_tokens=64))
-    assert "which wait for all counts: devices keep no cap" in str(explain(fused, declared(fused)))
 
 
 def test_a_mega_kernel_on_several_domains_is_said_not_to_run():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from moesys.lab.runs.places import num_workers
 
 @pytest.fixture(scope="module")
 def environment():
-    return collect_environment(torch_threads=1)[0]
+    return collect_environment(torch_threads=1)
 
 
 def git(folder: Path, *arguments: str) -> None:
@@ -50,7 +49,7 @@ def test_it_says_what_runs_here_and_the_same_state_has_the_same_id(environment):
     assert (environment.torch_threads, environment.cores >= 1, environment.cpu != "") == (1, True, True)
     line = f"{environment.cpu}, {environment.cores} cores, 1 thread per rank, Python "
     assert environment.machine_line.startswith(line)
-    assert collect_environment(torch_threads=1)[0].id == environment.id
+    assert collect_environment(torch_threads=1).id == environment.id
     assert replace(environment, torch_threads=2).id != environment.id
 
 
@@ -58,38 +57,34 @@ def test_variables_that_steer_are_kept_and_homes_and_what_starts_ranks_are_not(e
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", LOOPBACK)
-    assert collect_environment(torch_threads=1)[0].variables == environment.variables
+    assert collect_environment(torch_threads=1).variables == environment.variables
     for name, value in (("GLOO_SOCKET_IFNAME", "eth0"), ("TORCH_HOME", str(Path.home() / "models")), ("SOME", "1")):
         monkeypatch.setenv(name, value)
     kept = {"GLOO_SOCKET_IFNAME": "eth0", "TORCH_HOME": "~/models"}
-    assert collect_environment()[0].variables == environment.variables | kept
+    assert collect_environment().variables == environment.variables | kept
 
 
-def test_changes_and_new_python_files_are_in_the_diff(package, tmp_path):
-    commit, diff = _git_state(package)
-    assert (len(commit), diff) == (40, "")
-    for name, text in (("__init__.py", "a = 2\n"), ("new.py", "b = 3\n"), ("notes.txt", "c = 4\n")):
-        (package / name).write_text(text)
-    _, diff = _git_state(package)
-    assert "-a = 1\n+a = 2\n" in diff
-    assert "+b = 3\n" in diff
-    assert "c = 4" not in diff
+def test_a_changed_source_is_told_apart(package, tmp_path):
+    commit = _git_state(package)
+    (tmp_path / "notes.txt").touch()
+    assert (len(commit), _git_state(package)) == (40, commit)
+    (package / "new.py").touch()
+    assert _git_state(package) == f"{commit}+{source_digest()}"
     # Git does not know this one.
     (installed := tmp_path / "site-packages" / "package").mkdir(parents=True)
     (installed / "__init__.py").touch()
-    assert _git_state(installed) == _git_state(tmp_path / "nowhere") == ("", "")
+    assert _git_state(installed) == _git_state(tmp_path / "nowhere") == ""
 
 
-def test_saving_writes_the_file_and_the_changes_once(environment, tmp_path):
-    changed = replace(environment, git_diff="changes-0123abcd.diff")
-    assert save_environment(changed, "+ a change\n", tmp_path) == changed.id
-    assert (tmp_path / "changes-0123abcd.diff").read_text() == "+ a change\n"
-    assert json.loads((tmp_path / f"environment-{changed.id}.json").read_text())["git_diff"] == "changes-0123abcd.diff"
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    save_environment(changed, "+ a change\n", tmp_path)
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+def test_an_environment_is_saved_once(environment, tmp_path):
+    changed = replace(environment, git_commit="a" * 40 + "+0123abcd4567")
+    assert save_environment(changed, tmp_path) == changed.id
+    (file,) = tmp_path.iterdir()
+    before = file.stat().st_mtime_ns
+    save_environment(changed, tmp_path)
+    assert file.stat().st_mtime_ns == before
     assert load_environments(tmp_path) == {changed.id: changed}
-    assert "with uncommitted changes" in replace(changed, git_commit="a" * 40).machine_line
+    assert changed.machine_line.endswith("moesys aaaaaaaa with uncommitted changes")
 
 
 def test_differences_name_the_fields_with_both_values(environment):

@@ -26,7 +26,7 @@ from moesys.lab.commands.compare import print_locations
 from moesys.lab.commands.run import run_command
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.runs.environment import collect_environment, load_environments
-from moesys.lab.runs.places import RankTrials, TrialObserver
+from moesys.lab.runs.places import RankTrials
 from moesys.lab.runs.records import RunFolder
 from moesys.lab.runs.runner import QuietProgress, RunInterruption, trace_path
 from moesys.lab.runs.trials import run_measured
@@ -100,14 +100,6 @@ def test_a_failed_trial_is_kept_and_run_again_where_that_is_asked_and_the_last_r
     assert listener.told[0] == "2 recorded, 2 left"
     assert (retried.num_run, retried.exit_code) == (2, 0)
     assert sorted(record.status for record in RunFolder(retried.path).records()) == ["failed"] * 2 + ["ok"] * 4
-
-
-def test_fail_fast_stops_at_the_first_failure(tmp_path):
-    experiment = partly_failing()
-    result = run(experiment, tmp_path, fail_fast=True)
-    names = [trial.strategy.name for trial in experiment.trials()]
-    assert (result.num_run, result.exit_code) == (names.index("failing") + 1, 1)
-    assert [record.status for record in result.records].count("failed") == 1
 
 
 def test_ctrl_c_keeps_what_is_finished_and_says_how_to_go_on(tmp_path):
@@ -257,7 +249,7 @@ def test_torchrun_gives_what_spawned_ranks_give_also_after_a_failure(tmp_path: P
         assert second == "1 run: 1 of 1 trials are recorded"
     (folder,) = out.glob("trained-*")
     _, record = RunFolder(folder).records()
-    here, _ = collect_environment(torch_threads=1)
+    here = collect_environment(torch_threads=1)
     assert load_environments(folder)[record.environment].variables == here.variables
     assert record.losses == spawned.losses
     assert record.tokens_LE == spawned.tokens_LE
@@ -282,13 +274,13 @@ def test_ranks_of_torchrun_that_do_not_suit_are_refused(tmp_path, monkeypatch, e
     assert not (tmp_path / "runs").exists()
 
 
-def test_what_strategies_need_is_compiled_before_the_first_trial(monkeypatch):
+def test_what_strategies_need_is_compiled_before_the_first_trial(tmp_path, monkeypatch):
     events = []
     monkeypatch.setattr("moesys.balance.run_planner.warm_up", lambda balance, split, **_: events.append(split.kind))
     monkeypatch.setattr(RankTrials, "run", lambda self, trial, *_: events.append(trial.strategy.name))
     experiment = training()
     with closing(RankTrials(experiment, threads=1)) as place:
-        for _ in place.run_all(experiment.trials(), experiment, TrialObserver()):
+        for _ in place.run_all(experiment.trials(), experiment, lambda _: None, tmp_path):
             pass
     # The even split has no loops to compile.
     assert events == ["flow", *(trial.strategy.name for trial in experiment.trials())]
