@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 
@@ -32,7 +33,6 @@ from moesys.config.strategy import Reduction
 from moesys.config.workload import ModelTraining, Replay
 from moesys.lab.commands.compare import print_locations, report
 from moesys.lab.commands.options import Quiet, RunFolders, Wide, flag, refusing
-from moesys.lab.ranks.process import best_device
 from moesys.lab.ranks.process_start import sigterm_as_ctrl_c
 from moesys.lab.runs.comparison import Comparison
 from moesys.lab.runs.environment import available_cores
@@ -70,7 +70,7 @@ FOLD = LARGE_CLUSTER.num_ranks // NUM_RANKS
 
 def training_experiment() -> Experiment:
     """Returns a training on local ranks, on GPUs if there are any: two layers of OLMoE with two experts per rank."""
-    device = best_device()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     return Experiment(
         name="demo",
         description="Four strategies train the same small OLMoE on the same text.",

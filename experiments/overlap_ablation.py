@@ -15,12 +15,13 @@ Measured on 4 local ranks; all eight seeds were not timed yet; expect ten minute
 ``torchrun --nproc-per-node 4 -m moesys run experiments/overlap_ablation.py``.
 """
 
+import torch
+
 import moesys as ms
-from moesys.lab.ranks.process import best_device
 
 
 def experiment() -> ms.Experiment:
-    device = best_device()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     chunked = {f"/{chunks}": ms.Pipelined(chunks=chunks) for chunks in (2, 4, 8)}
     mega = {"/mega": ms.MegaKernel(rows_cap=2.0)} if device == "cuda" else {}
     overlaps = {"": ms.Sequential(), **chunked, **mega}

@@ -60,15 +60,6 @@ def row_product_seconds(model: ModelShape, cluster: ClusterSpec) -> float:
 ExpertPass = Literal["forward", "pre_activations", "input_gradients", "weight_gradients"]
 
 
-def rows_of(plan: TokenPlan) -> FloatArray:
-    """Returns the rows that each rank computes for each expert, ``rows_RE`` float64 [R, E]."""
-    shape = (plan.load.num_ranks, plan.load.num_experts)
-    _, expert, destination, tokens = plan.entries.T
-    place = destination * shape[1] + expert
-    rows = np.bincount(place, weights=tokens, minlength=shape[0] * shape[1]).astype(np.float64)
-    return rows.reshape(shape)
-
-
 def pass_seconds(rows_RE: FloatArray, model: ModelShape, cluster: ClusterSpec, of: ExpertPass) -> FloatArray:
     """Returns the seconds [R] of each rank's two grouped products of a pass, as the kernels compute them.
 

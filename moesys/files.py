@@ -228,7 +228,19 @@ def cut_torn_line(path: Path) -> None:
             file.truncate(path.read_bytes().rfind(b"\n") + 1)
 
 
-class FolderLock:
+class Closing:
+    """A resource that the end of a ``with`` block closes."""
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class FolderLock(Closing):
     """The right to write a folder, which one process at a time has until it calls ``close`` or ends in whatever way.
 
     It lies in a file, which names the process that has it. On file systems without locks, ``is_locked`` is False, and
@@ -290,12 +302,6 @@ class FolderLock:
         if not self._file.closed and self.is_locked:
             fcntl.flock(self._file.fileno(), fcntl.LOCK_UN)
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _lock(handle: int) -> bool | None:

@@ -161,7 +161,7 @@ def position_mismatch(headers_RN: Header, ranks: Sequence[int]) -> RankMismatchE
 
 def declaration_mismatch(texts: Sequence[bytes], layer: int, ranks: Sequence[int]) -> RankMismatchError:
     """Returns the error of a layer that ranks declare differently, with each field that differs."""
-    fields = [dict(_flat("", json.loads(text))) if text else {} for text in texts]
+    fields = [dict(flat_fields("", json.loads(text))) if text else {} for text in texts]
     names = sorted({name for each in fields for name in each})
     differing = [name for name in names if len({repr(each.get(name)) for each in fields}) > 1]
     # If kinds differ, all of their fields differ, so only the kinds are named.
@@ -207,7 +207,9 @@ def _words(row: Header) -> str:
     return f"{what}{place} (micro-batch {row[_NUMBER]}, {mode}, {backward}{experts}{twin})"
 
 
-def _flat(prefix: str, value: Any) -> list[tuple[str, Any]]:
+def flat_fields(prefix: str, value: Any) -> list[tuple[str, Any]]:
+    """Returns the fields of nested dicts, by dotted path."""
     if isinstance(value, dict):
-        return [each for name, inner in value.items() for each in _flat(f"{prefix}.{name}" if prefix else name, inner)]
+        inside = ((f"{prefix}.{name}" if prefix else name, inner) for name, inner in value.items())
+        return [each for path, inner in inside for each in flat_fields(path, inner)]
     return [(prefix, value)]

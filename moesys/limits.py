@@ -42,6 +42,12 @@ class RankMemory:
         all_bytes = self.state_bytes + self.slot_bytes + self.gradient_bytes + self.row_bytes + self.shared_bytes
         return all_bytes / BYTES_PER_GB
 
+    def shortage(self, cluster: ClusterSpec, num_layers: int) -> str:
+        """Returns why a rank lacks memory for ``num_layers`` layers; "" if it has enough, or if that is unknown."""
+        if cluster.memory_gb is None or self.gb <= cluster.memory_gb:
+            return ""
+        return f"a rank holds {self.gb:.2f} GB at least, of {num_layers} layers, and has {cluster.memory_gb:g}"
+
 
 def rank_memory(
     strategy: Strategy,
@@ -88,24 +94,6 @@ def _slot_bytes(strategy: Strategy, model: ModelShape, num_ranks: int, num_layer
     if isinstance(sharding, Ep) and model.dtype == "float32":
         slots = max(0, slots - -(-model.num_experts // num_ranks))
     return layers_at_once * slots * model.expert_parameters * model.bytes_per_element
-
-
-def out_of_memory(
-    strategy: Strategy,
-    model: ModelShape,
-    cluster: ClusterSpec,
-    num_layers: int,
-    tokens_per_rank: int,
-    *,
-    recompute: bool = False,
-) -> str:
-    """Returns why a rank lacks memory: the lower bound ``rank_memory`` exceeds ``cluster.memory_gb``; "" if it fits."""
-    if cluster.memory_gb is None:
-        return ""
-    needed_gb = rank_memory(strategy, model, cluster, num_layers, tokens_per_rank, recompute=recompute).gb
-    if needed_gb <= cluster.memory_gb:
-        return ""
-    return f"a rank holds {needed_gb:.2f} GB at least, of {num_layers} layers, and has {cluster.memory_gb:g}"
 
 
 def too_many_rows(

@@ -259,7 +259,7 @@ def test_rows_and_tokens_between_nodes_are_those_of_the_plan(case, seed):
     cluster, layout = case
     load = ms.planning.LoadMatrix(np.random.default_rng(seed).integers(0, 99, (cluster.num_ranks, SHAPE.num_experts)))
     plan = ms.planning.split_tokens(load, layout, cluster, ms.EvenSplit())
-    assert cost.rows_of(plan).tolist() == plan.tokens_RER.sum(axis=0).T.tolist()
+    assert plan.computed_RE.tolist() == plan.tokens_RER.sum(axis=0).T.tolist()
     node_R = np.array(cluster.node_of_rank)
     crossing = cost.dispatch_bytes(plan, SHAPE)[node_R[:, None] != node_R].sum()
     assert crossing == plan.inter_node_tokens(cluster.node_of_rank) * 2 * SHAPE.hidden_size

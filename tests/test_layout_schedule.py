@@ -16,10 +16,9 @@ from moesys import Greedy, plan_layout
 from moesys.balance.layout_schedule import (
     InlinePlanner,
     LayoutSchedule,
-    MissedPlan,
+    PlanOutcome,
     PlanRequest,
     PlanTicket,
-    SolvedPlan,
 )
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.layout import ExpertLayout
@@ -171,7 +170,7 @@ class Failing(InlinePlanner):
     """A planner that makes the first plan, drops the second and fails in the third."""
 
     def __init__(self) -> None:
-        self.tickets = [SolvedPlan(MADE), MissedPlan(), MissedPlan(ValueError("no room"))]
+        self.tickets = [PlanOutcome(MADE), PlanOutcome(), PlanOutcome(error=ValueError("no room"))]
 
     def submit(self, request: PlanRequest) -> PlanTicket:
         return self.tickets.pop(0)
@@ -325,8 +324,8 @@ def test_ranks_plan_alike_after_a_plan_that_only_some_of_them_have(lag: int) -> 
     has, lacks = (LayoutSchedule(0, GREEDY.replace(lag=lag), MODEL, CLUSTER) for _ in range(2))
     for schedule in (has, lacks):
         walk(schedule, 0, 5)
-    lacks._newest = MissedPlan()
-    lacks._pending[-1] = (lacks._pending[-1][0], MissedPlan())
+    lacks._newest = PlanOutcome()
+    lacks._pending[-1] = (lacks._pending[-1][0], PlanOutcome())
     for now in range(5, 12):
         agreed = all(each.ready(0.0) for each in (has, lacks))
         for schedule in (has, lacks):

@@ -7,7 +7,7 @@ import pytest
 
 import moesys as ms
 from moesys.balance.plan import LayerPlan, StepPlan, out_of_rows, plan_layer, why_not
-from moesys.limits import out_of_memory, rank_memory, too_many_rows
+from moesys.limits import rank_memory, too_many_rows
 
 MODEL = ms.ModelShape(hidden_size=64, intermediate_size=32, num_experts=8, top_k=2, dtype="bfloat16")
 EP = ms.Strategy(name="ep")
@@ -59,8 +59,9 @@ def test_memory_is_that_of_the_cluster_and_of_the_whole_model():
     needed_gb = rank_memory(EP, MODEL, ms.ClusterSpec(ranks_per_node=4), 4, 100).gb
     for memory_gb, fits in ((None, True), (needed_gb * 1.01, True), (needed_gb * 0.99, False)):
         cluster = ms.ClusterSpec(ranks_per_node=4, memory_gb=memory_gb)
-        assert (out_of_memory(EP, MODEL, cluster, 4, 100) == "") == fits
-    assert "GB at least, of 48 layers, and has" in out_of_memory(EP, MODEL, cluster, 48, 100)
+        assert (rank_memory(EP, MODEL, cluster, 4, 100).shortage(cluster, 4) == "") == fits
+    of_model = rank_memory(EP, MODEL, cluster, 48, 100)
+    assert "GB at least, of 48 layers, and has" in of_model.shortage(cluster, 48)
 
 
 def test_all_reasons_are_given():

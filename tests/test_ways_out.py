@@ -40,6 +40,7 @@ from benchmarks.shaped import cases as shaped
 from moesys import verify
 from moesys.__main__ import COMMANDS
 from moesys.balance.flow.max_load import min_max_load
+from moesys.balance.replay import routing_of
 from moesys.config.member import RECORDED
 from moesys.config.model_spec import read_config
 from moesys.journal import Journal
@@ -69,7 +70,6 @@ from moesys.lab.runs.records import RunFolder
 from moesys.lab.runs.runner import RunResult
 from moesys.lab.runs.slurm import slurm_of
 from moesys.lab.runs.statistics import paired_ratio
-from moesys.lab.runs.trials import routing_of
 from moesys.lab.runs.tuning import JOURNAL, tune
 from moesys.lab.runs.watched_run import read_watched_run
 from moesys.lab.show.figures import TimelinePanel, draw_timelines

@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks.leaderboard.planners import PlannerGroup, PlannerPair
 from benchmarks.leaderboard.workloads import SCORED, RoutingSetting, balanced_tokens
 from moesys.balance.greedy.numbering import num_moves
-from moesys.balance.layout_schedule import PlanRequest, SolvedPlan
+from moesys.balance.layout_schedule import PlanOutcome, PlanRequest
 from moesys.balance.plan import LayerPlan, StepPlan, plan_layer
 from moesys.balance.replay import replay_layer
 from moesys.config import BYTES_PER_GB, ClusterSpec, Ep, ModelShape, Strategy
@@ -75,7 +75,7 @@ class TimedPlanner:
     alike: bool = False
     all_ms: list[float] = field(default_factory=list)
 
-    def submit(self, request: PlanRequest) -> SolvedPlan:
+    def submit(self, request: PlanRequest) -> PlanOutcome:
         begin_s = self.clock()
         plan = request.solve(alike=self.alike)
         self.all_ms.append(1e3 * (self.clock() - begin_s))

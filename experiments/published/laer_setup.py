@@ -26,7 +26,7 @@ from pydantic import BaseModel
 import moesys as ms
 from experiments.published.drawn_steps import Planning, Scenario
 from experiments.published.laer_routing import LAER_E8K2_ROUTING, LAER_E16K4_ROUTING
-from moesys.balance.layout_schedule import PlanRequest, SolvedPlan
+from moesys.balance.layout_schedule import PlanOutcome, PlanRequest
 from moesys.balance.run_planner import split_tokens
 from moesys.config import Predictor
 from moesys.config.workload import Generated
@@ -279,8 +279,8 @@ class LaerFlexMoePlanner:
     nodes and leaves other ranks the busiest.
     """
 
-    def submit(self, request: PlanRequest) -> SolvedPlan:
-        return SolvedPlan(laer_flex_moe_layout(request.load.tokens_RE, request.previous, request.cluster))
+    def submit(self, request: PlanRequest) -> PlanOutcome:
+        return PlanOutcome(laer_flex_moe_layout(request.load.tokens_RE, request.previous, request.cluster))
 
 
 def laer_flex_moe_layout(tokens_RE: IntArray, previous: ExpertLayout, cluster: ms.ClusterSpec) -> ExpertLayout:

@@ -50,7 +50,7 @@ class PlanRequest:
     recent: tuple[PastBatch, ...] = ()
     before: PlanTicket | None = None
 
-    def solve(self, alike: bool = False) -> SolvedPlan:
+    def solve(self, alike: bool = False) -> PlanOutcome:
         """Returns the plan. With ``alike`` there is no deadline, so that every rank computes the same plan; without it,
         one rank must plan for all.
         """
@@ -60,7 +60,7 @@ class PlanRequest:
         )
         memory = b"" if self.before is None else self.before.memory()
         problem = replace(problem, recent=self.recent, memory=memory)
-        return SolvedPlan(*planned(problem, balance.without_clock() if alike else balance))
+        return PlanOutcome(*planned(problem, balance.without_clock() if alike else balance))
 
 
 class PlanTicket(Protocol):
@@ -80,46 +80,30 @@ class PlanTicket(Protocol):
 
 
 @dataclass(frozen=True)
-class SolvedPlan:
-    """A finished plan, such as a layer without a runtime makes for itself on every rank."""
+class PlanOutcome:
+    """A plan that is made, such as a layer without a runtime makes for itself on every rank; or one without
+    ``solution``, which will not be made. When that is due, this rank votes against it, so that it is late on every
+    rank; if its planner raised an ``error``, ``ready`` raises that error.
+    """
 
-    solution: ExpertLayout
+    solution: ExpertLayout | None = None
     remembered: bytes = b""
+    error: Exception | None = None
 
     def ready(self, timeout_s: float) -> bool:
-        return True
+        if self.error is not None:
+            raise self.error
+        return self.solution is not None
 
     def layout(self) -> ExpertLayout:
+        assert self.solution is not None, "a plan was asked for its layout before it was ready"
         return self.solution
 
     def memory(self) -> bytes:
         return self.remembered
 
     def cancel(self) -> None:
-        """Ignores the call, because the plan is made already."""
-
-
-@dataclass(frozen=True)
-class MissedPlan:
-    """A plan that was requested and will not be made. When it is due, this rank votes against it, so that it is late on
-    every rank; if its planner raised an ``error``, ``ready`` raises that error.
-    """
-
-    error: Exception | None = None
-
-    def ready(self, timeout_s: float) -> bool:
-        if self.error is not None:
-            raise self.error
-        return False
-
-    def layout(self) -> ExpertLayout:
-        raise RuntimeError("the plan was dropped before it was made, so there is no layout; ask ready() first")
-
-    def memory(self) -> bytes:
-        return b""
-
-    def cancel(self) -> None:
-        """Ignores the call, because the plan is dropped already."""
+        """Ignores the call, because the plan is made or dropped already."""
 
 
 class PlanSource(Protocol):
@@ -421,9 +405,9 @@ class LayoutSchedule:
         self.layout = layout
         if self._history is not None:
             self._recent.extend(recent)
-            self._newest = SolvedPlan(layout, memory)
+            self._newest = PlanOutcome(layout, memory)
         for (due, _), plan in zip(found.pending, plans, strict=True):
-            self._pending.append((due, MissedPlan() if plan is None else SolvedPlan(plan)))
+            self._pending.append((due, PlanOutcome(plan)))
 
     def _damage(self, what: str) -> ValueError:
         return ValueError(f"the state of layer {self.layer} is damaged: {what}; load another checkpoint")
@@ -445,6 +429,6 @@ def _text(data: bytes) -> str:
 
 def _made(ticket: PlanTicket) -> PlanTicket:
     try:
-        return SolvedPlan(ticket.layout(), ticket.memory()) if ticket.ready(0.0) else MissedPlan()
+        return PlanOutcome(ticket.layout(), ticket.memory()) if ticket.ready(0.0) else PlanOutcome()
     except Exception as error:
-        return MissedPlan(error)
+        return PlanOutcome(error=error)

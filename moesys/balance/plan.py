@@ -22,7 +22,7 @@ from moesys.config.base import in_words, python_value
 from moesys.config.member import RECORDED
 from moesys.display import Columns, Display, counted
 from moesys.layout import ExpertLayout, TokenPlan
-from moesys.limits import out_of_memory, too_many_rows
+from moesys.limits import rank_memory, too_many_rows
 from moesys.load import LoadMatrix
 
 if TYPE_CHECKING:
@@ -112,13 +112,9 @@ class _StepFields(BaseModel):
     model: ModelShape
     cluster: ClusterSpec
     layers: list[_LayerFields]
-    previous: list[list[list[StrictInt]]] | None
 
     def plan(self) -> StepPlan:
-        layers, rows, previous = tuple(layer.plan() for layer in self.layers), vars(self)["previous"], None
-        if rows is not None:
-            previous = tuple(ExpertLayout(expert_RS, self.model.num_experts) for expert_RS in rows)
-        return StepPlan(self.strategy, self.model, self.cluster, layers, previous)
+        return StepPlan(self.strategy, self.model, self.cluster, tuple(layer.plan() for layer in self.layers))
 
 
 def plan_layer(
@@ -163,9 +159,6 @@ def _in_blocks(tokens: TokenPlan, strategy: Strategy) -> TokenPlan:
 class StepPlan(Display):
     """All layers of a step: one micro-batch, forward and backward, under ``strategy`` on ``cluster``.
 
-    ``previous``: the layouts of the micro-batch before, layer by layer, which show what moved. No time depends on them:
-    FSEP restores every slot of every layout, and the owners that lend in EP follow from the number of ranks.
-
     Raises ValueError where layers, model and cluster do not fit.
     """
 
@@ -173,22 +166,15 @@ class StepPlan(Display):
     model: ModelShape
     cluster: ClusterSpec
     layers: tuple[LayerPlan, ...]
-    previous: tuple[ExpertLayout, ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise ValueError("layers is empty; a step has at least one layer")
-        if self.previous is not None and len(self.previous) != len(self.layers):
-            raise ValueError(
-                f"previous has {len(self.previous)} layouts for {len(self.layers)} layers; give one a layer, or None"
-            )
         expected = (self.cluster.num_ranks, self.model.num_experts)
-        named = [(f"layers[{index}]", plan.layout) for index, plan in enumerate(self.layers)]
-        named += [(f"previous[{index}]", layout) for index, layout in enumerate(self.previous or ())]
-        for name, layout in named:
-            if (layout.num_ranks, layout.num_experts) != expected:
+        for index, plan in enumerate(self.layers):
+            if (found := plan.load.tokens_RE.shape) != expected:
                 raise ValueError(
-                    f"{name} is for {layout.num_ranks} ranks and {layout.num_experts} experts, the step for "
+                    f"layers[{index}] is for {found[0]} ranks and {found[1]} experts, the step for "
                     f"{expected[0]} and {expected[1]}; plan all for the same cluster and model"
                 )
 
@@ -198,7 +184,6 @@ class StepPlan(Display):
             "model": self.model.model_dump(mode="json"),
             "cluster": self.cluster.model_dump(mode="json"),
             "layers": [plan._fields() for plan in self.layers],
-            "previous": None if self.previous is None else [layout.expert_RS.tolist() for layout in self.previous],
         }
         return json.dumps(fields, default=python_value)
 
@@ -263,4 +248,5 @@ def _reasons(micro_batches: Sequence[StepPlan], num_layers: int | None, recomput
     layers = num_layers or len(first.layers)
     yield strategy.overlap.out_of_reach(cluster)
     yield out_of_rows(strategy, model, plans)
-    yield out_of_memory(strategy, model, cluster, layers, tokens_per_rank, recompute=recompute)
+    memory = rank_memory(strategy, model, cluster, layers, tokens_per_rank, recompute=recompute)
+    yield memory.shortage(cluster, layers)

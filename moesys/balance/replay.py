@@ -14,8 +14,10 @@ from functools import cached_property, partial
 from moesys.balance.layout_schedule import InlinePlanner, LayoutSchedule, PlanRequest, PlanSource, PlanTicket
 from moesys.balance.plan import LayerPlan, StepPlan, plan_layer
 from moesys.config import ClusterSpec, ModelShape, Strategy
+from moesys.config.workload import Generated, Replay
 from moesys.layout import ExpertLayout
 from moesys.load import IntArray, LoadMatrix
+from moesys.traces import Trace, generate, load_trace
 
 
 @dataclass(frozen=True)
@@ -104,11 +106,8 @@ def replay_steps(
         replay_layer(strategy, model, cluster, tokens_SLRE[:, layer], layer=layer)
         for layer in range(tokens_SLRE.shape[1])
     ]
-    previous = None
     for replayed in zip(*layers, strict=True):
-        plans = tuple(one.plan for one in replayed)
-        yield StepPlan(strategy, model, cluster, plans, previous)
-        previous = tuple(plan.layout for plan in plans)
+        yield StepPlan(strategy, model, cluster, tuple(one.plan for one in replayed))
 
 
 class _Requests:
@@ -125,3 +124,35 @@ class _Requests:
     def taken(self) -> list[PlanRequest]:
         new, self._new = self._new, []
         return new
+
+
+def routing_of(workload: Replay | Generated, model: ModelShape, cluster: ClusterSpec, seed: int) -> Trace:
+    """Returns the routing, the same for every strategy: drawn with ``seed``, or read from the trace file of the seed.
+
+    Raises ValueError for a trace that is missing, too short, or does not fit the model or the cluster.
+    """
+    if isinstance(workload, Generated):
+        return generate(workload, cluster.num_ranks, model.num_experts, model.top_k, seed)
+    path = workload.trace.replace("{seed}", str(seed))
+    trace = load_trace(path)
+    try:
+        trace = trace.fold(cluster.num_ranks)
+    except ValueError as error:
+        raise ValueError(f"trace {path} on a cluster of {cluster.num_ranks} ranks: {error}") from None
+    if (trace.num_experts, trace.top_k) != (model.num_experts, model.top_k):
+        raise ValueError(
+            f"trace {path} is of {trace.num_experts} experts and top_k={trace.top_k}, but the model has "
+            f"num_experts={model.num_experts} and top_k={model.top_k}; replay it on a model that has as many"
+        )
+    if workload.warmup + workload.micro_batches > trace.num_micro_batches:
+        raise ValueError(
+            f"warmup={workload.warmup} leaves nothing to time of the {trace.num_micro_batches} micro-batches that "
+            f"trace {path} has on {cluster.num_ranks} ranks, with micro_batches={workload.micro_batches} a step; "
+            f"use warmup and micro_batches that are at most {trace.num_micro_batches} together"
+        )
+    empty_S = trace.tokens_SLRE.sum(axis=(1, 2, 3)) == 0
+    if empty_S.any():
+        raise ValueError(
+            f"trace {path} has no token in micro-batch {empty_S.argmax()} on {cluster.num_ranks} ranks; leave it out"
+        )
+    return trace if workload.tokens_per_rank is None else trace.scaled(workload.tokens_per_rank)

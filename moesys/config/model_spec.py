@@ -16,7 +16,7 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 import pydantic_core
 from pydantic import Field, model_validator
@@ -56,7 +56,7 @@ class ModelSpec(Display, Declaration):
         config = model if isinstance(model, Mapping) else read_config(fspath(model))
         name = _name_of(model) if name is None else name
         with config_named(name):
-            return cls(name=name, dtype=dtype, **hub_model(config, dtype)._asdict())
+            return cls(name=name, dtype=dtype, **hub_model(config, dtype))
 
     @model_validator(mode="before")
     @classmethod
@@ -289,17 +289,10 @@ def _whole(config: Mapping[str, Any], name: str) -> int:
 _ONLY: dict[str, tuple[object, ...]] = {"mlp_bias": (False, None), "moe_layer_freq": (1, None)}
 
 
-class HubModel(NamedTuple):
-    """The content of a config.json, by the names of ``ModelSpec``."""
-
-    hidden_size: int
-    vocab_size: int
-    tied_embeddings: bool
-    layers: tuple[LayerSpec, ...]
-
-
-def hub_model(config: Mapping[str, Any], dtype: DType) -> HubModel:
-    """Returns the model of a config.json. Raises ValueError for a configuration that does not say it."""
+def hub_model(config: Mapping[str, Any], dtype: DType) -> dict[str, Any]:
+    """Returns the fields of a ``ModelSpec`` that a config.json declares. Raises ValueError for a configuration that
+    does not declare them.
+    """
     fields = _Fields(config)
     fields.whole("num_hidden_layers")
     has_experts_L = moe_layers(fields.values)
@@ -310,7 +303,12 @@ def hub_model(config: Mapping[str, Any], dtype: DType) -> HubModel:
         LayerSpec(attention=_attention(fields, layer), mlp=experts if has_experts else dense)
         for layer, has_experts in enumerate(has_experts_L)
     )
-    return HubModel(fields.whole("hidden_size"), fields.whole("vocab_size"), fields.flag("tie_word_embeddings"), layers)
+    return {
+        "hidden_size": fields.whole("hidden_size"),
+        "vocab_size": fields.whole("vocab_size"),
+        "tied_embeddings": fields.flag("tie_word_embeddings"),
+        "layers": layers,
+    }
 
 
 class _Fields:

@@ -17,8 +17,7 @@ from moesys.kinds import did_you_mean
 
 def _layer(model: str, **losses: float) -> ModelShape:
     """Returns the layer with experts of a packaged model (its config.json), with the losses of its training."""
-    mlp = hub_model(read_config(model), "bfloat16").layers[-1].mlp
-    assert isinstance(mlp, MoeMlp)
+    mlp: MoeMlp = hub_model(read_config(model), "bfloat16")["layers"][-1].mlp
     return mlp.shape.replace(**losses)
 
 

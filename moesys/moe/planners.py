@@ -205,7 +205,7 @@ class Planner:
             return LayerPlan(TokenPlan(pending.entries().numpy(), load(), layout), pending.turn)
 
         def counts() -> Tensor:
-            tokens_E = pending.wanted_RE().sum(0)
+            tokens_E = pending.tokens_RE.sum(0)
             schedule.request()
             return tokens_E
 

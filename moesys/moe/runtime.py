@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from moesys.balance.layout_schedule import PlanEvent, PlanRequest, SolvedPlan
+from moesys.balance.layout_schedule import PlanEvent, PlanOutcome, PlanRequest
 from moesys.collectives import device_of
 from moesys.config.base import python_value
 from moesys.frames import ALIKE, Position, RankMismatchError
@@ -362,32 +362,24 @@ class ThreadTicket:
     """A plan in the making."""
 
     def __init__(self) -> None:
-        self._done = threading.Event()
-        self._plan: SolvedPlan | None = None
-        self._error: Exception | None = None
+        self._done, self._outcome = threading.Event(), PlanOutcome()
         self.cancelled = False
 
-    def fulfil(self, plan: SolvedPlan | None, error: Exception | None = None) -> None:
-        """Sets the plan, or the error of the planner, or neither if the plan is no longer wanted."""
-        self._plan, self._error = plan, error
+    def fulfil(self, outcome: PlanOutcome) -> None:
+        self._outcome = outcome
         self._done.set()
 
     def cancel(self) -> None:
         self.cancelled = True
 
     def ready(self, timeout_s: float) -> bool:
-        if not self._done.wait(timeout_s):
-            return False
-        if self._error is not None:
-            raise self._error
-        return self._plan is not None
+        return self._done.wait(timeout_s) and self._outcome.ready(timeout_s)
 
     def layout(self) -> ExpertLayout:
-        assert self._plan is not None, "a ticket was asked for its layout before it was ready"
-        return self._plan.layout()
+        return self._outcome.layout()
 
     def memory(self) -> bytes:
-        return b"" if self._plan is None else self._plan.memory()
+        return self._outcome.memory()
 
 
 class PlannerThread:
@@ -432,21 +424,21 @@ class PlannerThread:
             try:
                 ticket.fulfil(self._agree(request, ticket))
             except _ClosedError:
-                ticket.fulfil(None)
+                ticket.fulfil(PlanOutcome())
             except Exception as error:  # It is raised where the plan is used.
-                ticket.fulfil(None, error)
+                ticket.fulfil(PlanOutcome(error=error))
 
     def _unwanted(self, ticket: ThreadTicket) -> bool:
         return ticket.cancelled or self._closing.is_set()
 
-    def _agree(self, request: PlanRequest, ticket: ThreadTicket) -> SolvedPlan | None:
-        """Returns the leader's plan, or raises its failure, on every rank; None if the leader finds that the plan is no
+    def _agree(self, request: PlanRequest, ticket: ThreadTicket) -> PlanOutcome:
+        """Returns the leader's plan, or raises its failure, on every rank; no plan if the leader finds that it is no
         longer wanted, which is soon the case on the other ranks too, as all ranks drop a plan or none does.
         """
         if self._channel.group is None:
-            return None if self._unwanted(ticket) else request.solve()
+            return PlanOutcome() if self._unwanted(ticket) else request.solve()
         leader = request.layer % self._channel.num_ranks
-        plan: SolvedPlan | None = None
+        plan: PlanOutcome | None = None
         message = b""
         if self._channel.rank == leader and not self._unwanted(ticket):
             try:
@@ -467,7 +459,7 @@ class PlannerThread:
                 f"planning layer {request.layer} failed on rank {leader_name}: {text.numpy().tobytes().decode()}"
             )
         if not num_ranks:
-            return None
+            return PlanOutcome()
         histories_R = self._gather(_bytes_tensor(history_digest(request)), request.layer)
         expert_RS = torch.zeros(num_ranks, num_slots, dtype=torch.int64)
         if plan is not None:
@@ -484,7 +476,7 @@ class PlannerThread:
                     f"rank {rank} and rank {leader_name} saw different loads of layer {request.layer}; every rank must "
                     "run the same micro-batches in the same order"
                 )
-        return SolvedPlan(ExpertLayout(expert_RS.numpy(), request.load.num_experts), memory)
+        return PlanOutcome(ExpertLayout(expert_RS.numpy(), request.load.num_experts), memory)
 
     def _broadcast(self, tensor: Tensor, leader: int, layer: int) -> None:
         # Calls the group itself, because it outlives ``dist.destroy_process_group``.

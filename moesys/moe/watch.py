@@ -8,13 +8,12 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moesys.files import FolderLock
+from moesys.files import Closing, FolderLock
 from moesys.moe.experts import Experts, experts_of, require_own_indices
 from moesys.moe.metrics import FiniteChecks, LoadLog
 from moesys.step_lines import SCALARS, EventLine, LayerLine, NumberLog, StepLine, step_file, step_journal
@@ -41,7 +40,7 @@ def _disk_errors_as_warnings(folder: Path) -> Iterator[None]:
         warnings.warn(f"steps of the training are missing in {folder}: {error}", stacklevel=4)
 
 
-class Watch:
+class Watch(Closing):
     """Writes a line of JSON a step to ``folder``, which ``moesys report`` makes a page of.
 
     Every rank watches its own ``model`` and has its own file there, ``rank-0000.jsonl`` and so on: loads and events are
@@ -146,12 +145,6 @@ class Watch:
                 layer.load_log = None
         with _disk_errors_as_warnings(self.folder):
             self._unlock()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _step_line(self, step: int) -> StepLine:
         step_ms = 1000 * (time.perf_counter() - self._begin_s)

@@ -91,10 +91,6 @@ class RoutedPlan:
     tokens_RP: Tensor
     for_host: HostCopy
 
-    def wanted_RE(self) -> Tensor:
-        """Returns ``tokens_RE``."""
-        return self.tokens_RE
-
     def counts_RE(self) -> IntArray:
         """Returns ``tokens_RE`` on the host, which has them when it has the sizes."""
         return self.for_host.read()[-self.tokens_RE.numel() :].reshape(self.tokens_RE.shape)
@@ -184,31 +180,22 @@ def room_for_rows(overlap: MegaKernel, most_tokens: int, top_k: int, num_ranks: 
 class RowLimit:
     """The limit of plans that a device makes. ``note``, ``look`` and ``wait`` report to the host, as those of
     ``kernels.symmetric.signals.TimeoutWatch`` do. ``members``: the ranks of the group, as errors name them.
+    ``found_9``: the findings of ``keep_within``, which are zeros as long as there are none.
     """
 
     def __init__(self, device: torch.device, members: Sequence[int]) -> None:
-        # The findings of ``keep_within``, which are zeros as long as there are none.
-        self._found_9 = torch.zeros(9, dtype=torch.int64, device=device)
-        self._seen_9 = torch.zeros(9, dtype=torch.int64).pin_memory() if self._found_9.is_cuda else None
+        self.found_9 = torch.zeros(9, dtype=torch.int64, device=device)
+        self._seen_9 = torch.zeros(9, dtype=torch.int64).pin_memory() if self.found_9.is_cuda else None
         self._members = members
-
-    def keep(
-        self, tokens_RP: Tensor, tables: SplitTables, room: int, choices: int, origin_R2: Tensor, call: int
-    ) -> Tensor:
-        """Returns the plan ``tokens_RP`` int64, or a plan without tokens if it sends any rank more than ``room`` rows
-        (``rows_cap`` times the ``choices`` of a rank), or if the counts that it was made from do not belong together
-        (``keep_within``). Nothing waits for the host.
-        """
-        return keep_within(tokens_RP, tables, room, choices, origin_R2, call, self._found_9)
 
     def note(self) -> torch.cuda.Event | None:
         """Records the findings at the end of a direction. On the CPU it raises the errors of ``wait`` at once. On a GPU
         it returns an event after which ``look`` knows of this direction, or None while a CUDA graph is captured.
         """
         if self._seen_9 is None:
-            self._raise_if_found(self._found_9)
+            self._raise_if_found(self.found_9)
             return None
-        self._seen_9.copy_(self._found_9, non_blocking=True)
+        self._seen_9.copy_(self.found_9, non_blocking=True)
         if torch.cuda.is_current_stream_capturing():
             return None
         noted = torch.cuda.Event()
@@ -224,17 +211,17 @@ class RowLimit:
         """Raises ``RankMismatchError`` if any plan was refused because ranks were in different calls, and ValueError
         if one had too many rows or choices of no expert, when the device has made all of them.
         """
-        self._raise_if_found(self._found_9.cpu())
+        self._raise_if_found(self.found_9.cpu())
 
     def _raise_if_found(self, found_9: Tensor) -> None:
         rank, num_rows, room, choices, stranger, its_call, loser, lost, call = found_9.tolist()
         if not (num_rows or stranger or loser):
             return
         # Later micro-batches are not concerned, if the error is caught.
-        self._found_9.zero_()
+        self.found_9.zero_()
         if self._seen_9 is not None:
             # Copies that are under way would restore the findings.
-            torch.cuda.synchronize(self._found_9.device)
+            torch.cuda.synchronize(self.found_9.device)
             self._seen_9.zero_()
         if stranger:
             raise call_mismatch(self._members[stranger - 1], its_call, call)
@@ -260,8 +247,9 @@ class PendingPlan:
     """The plan of a micro-batch, which is on the device once its forward has been launched.
 
     ``turn``: the micro-batch's number. ``room``: rows for which there is memory on a rank, of ``choices`` that one has
-    at most. ``call``: the ``call_bits`` of the forward, 0 if none are compared. ``tokens_RE``, ``tokens_RP`` int64: the
-    tokens of each rank for each expert, and for each replica. ``noted``: an event at the end of forward on a GPU.
+    at most. ``call``: the ``call_bits`` of the forward, 0 if none are compared. ``tokens_RE``, ``tokens_RP`` int64,
+    once forward is launched: the tokens of each rank for each expert, and for each replica. ``noted``: an event at the
+    end of forward on a GPU.
     """
 
     split: DeviceSplit
@@ -270,8 +258,8 @@ class PendingPlan:
     room: int
     choices: int
     call: int = 0
-    tokens_RE: Tensor | None = field(default=None, init=False)
-    tokens_RP: Tensor | None = field(default=None, init=False)
+    tokens_RE: Tensor = field(init=False, repr=False)
+    tokens_RP: Tensor = field(init=False, repr=False)
     noted: torch.cuda.Event | None = field(default=None, init=False)
 
     def check(self) -> None:
@@ -282,24 +270,18 @@ class PendingPlan:
 
     def make(self, counts: ReceivedCounts) -> Tensor:
         """Returns the plan to run, int64 [R, P]. It has no tokens if a rank would get too many rows, or if the
-        ``counts`` do not belong together (``RowLimit``).
+        ``counts`` do not belong together (``keep_within``).
         """
         self.tokens_RE, self.tokens_RP = counts.tokens_RE, self.split.tokens_RP(counts.tokens_RE, self.turn)
         bounds = (self.room, self.choices, counts.origin_R2, self.call)
-        return self.limit.keep(self.tokens_RP, self.split.tables, *bounds)
-
-    def wanted_RE(self) -> Tensor:
-        """Returns ``tokens_RE``, when forward has been launched."""
-        assert self.tokens_RE is not None
-        return self.tokens_RE
+        return keep_within(self.tokens_RP, self.split.tables, *bounds, self.limit.found_9)
 
     def counts_RE(self) -> IntArray:
         """Returns ``tokens_RE`` on the host, which waits for the device."""
-        return self.wanted_RE().cpu().numpy()
+        return self.tokens_RE.cpu().numpy()
 
     def entries(self) -> Tensor:
         """Returns rows (source, expert, destination, tokens) int64 [N, 4] of a ``TokenPlan``, for which it waits."""
-        assert self.tokens_RP is not None
         return entries_of(self.tokens_RP, self.split.tables)
 
 

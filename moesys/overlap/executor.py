@@ -192,11 +192,12 @@ class DevicePlan(Protocol):
     def turn(self) -> int:
         """The number of the micro-batch."""
 
-    def wanted_RE(self) -> Tensor:
-        """Returns the choices of each rank for each expert, int64 [R, E], on the device, once forward is launched."""
+    @property
+    def tokens_RE(self) -> Tensor:
+        """The choices of each rank for each expert, int64 [R, E], on the device, once forward is launched."""
 
     def counts_RE(self) -> IntArray:
-        """Returns ``wanted_RE`` on the host."""
+        """Returns ``tokens_RE`` on the host."""
 
     def entries(self) -> Tensor:
         """Returns rows (source, expert, destination, tokens) int64 [N, 4] of a ``TokenPlan``, on the host."""

@@ -28,16 +28,7 @@ import numpy.typing as npt
 
 from moesys.config import ClusterSpec, ModelShape
 from moesys.config.overlap import MegaKernel
-from moesys.cost import (
-    GRADIENT_BYTES,
-    FloatArray,
-    LinkLoad,
-    gather_seconds,
-    link_load,
-    memory_seconds,
-    product_rate,
-    rows_of,
-)
+from moesys.cost import GRADIENT_BYTES, FloatArray, LinkLoad, gather_seconds, link_load, memory_seconds, product_rate
 from moesys.layout import TokenPlan
 from moesys.load import IntArray
 from moesys.simulator.links import links_of_ranks
@@ -251,7 +242,8 @@ class _Work:
     ) -> None:
         self.model, self.backward, self.fused_rate = model, backward, cluster.fused_rate
         self.sizes, self.programs = TileSizes.of(overlap, model), overlap.programs or cluster.multiprocessors
-        self.rows_RE, self.held_RE = rows_of(plan), (plan.layout.replicas_RE > 0).astype(np.float64)
+        self.rows_RE = plan.computed_RE.astype(np.float64)
+        self.held_RE = (plan.layout.replicas_RE > 0).astype(np.float64)
         self.row_tiles_RE = np.ceil(self.rows_RE / self.sizes.rows)
         self.row_tiles_R = self.row_tiles_RE.sum(axis=1)
         # Programs that are fewer than multiprocessors have their share of the rank's rates.

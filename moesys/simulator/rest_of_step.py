@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from moesys.config import ClusterSpec, Fsep, ModelShape, Sharding
-from moesys.config.workload import Recompute
+from moesys.config.workload import ModelTraining, RealTraining, Recompute, Workload
 from moesys.cost import ExpertPass, FloatArray, LinkLoad, memory_seconds, product_rate, transfer_seconds
 from moesys.simulator.simulation import AllToAll, Lanes
 
@@ -83,6 +83,20 @@ class RestOfStep:
     row_share: float = 1.0
     cast_bytes: tuple[float, float] = (0.0, 0.0)
     units: Sequence[RestUnit] | None = None
+
+    @classmethod
+    def of(cls, workload: Workload) -> RestOfStep:
+        """Returns what a workload declares; for a training, only the recomputation and Muon."""
+        experts: Literal["own", "outside"] = "outside" if isinstance(workload, ModelTraining) else "own"
+        muon: Literal["none", "own", "outside"] = experts if workload.optimizer == "muon" else "none"
+        if isinstance(workload, RealTraining):
+            return cls(recompute=workload.recomputed, muon=muon)
+        return cls(
+            other_seconds=workload.other_ms / 1000,
+            recompute=workload.recompute,
+            optimizer_seconds=workload.optimizer_ms / 1000,
+            muon=muon,
+        )
 
     def units_of(self, num_layers: int) -> Sequence[RestUnit]:
         """Returns the units of a model with so many layers with experts. Raises ValueError if ``units`` has others."""

@@ -17,16 +17,19 @@ R ranks. Seconds inside, microseconds in the ``Timeline``.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Literal, assert_never
 
 import numpy as np
 
-from moesys.balance.plan import StepPlan
+from moesys.balance.plan import StepPlan, why_not
+from moesys.balance.replay import replay_steps, routing_of
 from moesys.config import ClusterSpec, Fsep, ModelShape, Overlap, Strategy
 from moesys.config.overlap import MegaKernel
+from moesys.config.workload import Generated, Replay
 from moesys.cost import (
     ExpertPass,
     FloatArray,
@@ -37,7 +40,6 @@ from moesys.cost import (
     pass_seconds,
     reshard_bytes,
     restore_bytes,
-    rows_of,
     sum_seconds,
 )
 from moesys.layout import TokenPlan
@@ -66,7 +68,7 @@ class LayerRows:
         traffic = row_traffic(plan, model, cluster, overlap)
         loads = traffic.stage_loads(model, cluster)
         whole = link_load(dispatch_bytes(plan, model), cluster) if ("spread", 0) in loads else loads["dispatch", 0]
-        return cls(rows_of(plan), whole, traffic, loads)
+        return cls(plan.computed_RE.astype(np.float64), whole, traffic, loads)
 
 
 def run_step(
@@ -426,3 +428,43 @@ def simulation(micro_batches: Sequence[StepPlan], rest: RestOfStep | None = None
             )
     plans = [[plan.tokens for plan in step_plan.layers] for step_plan in micro_batches]
     return run_step(first.strategy, first.model, first.cluster, plans, rest)
+
+
+@dataclass(frozen=True, eq=False)
+class SimulatedStep:
+    """A step in the cost model: the plans of its micro-batches, and the rest of it."""
+
+    plans: tuple[StepPlan, ...]
+    rest: RestOfStep
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """The simulated step. Raises ValueError for a step that the cost model does not support."""
+        return simulation(self.plans, self.rest)
+
+    def why_not(self, num_layers: int | None = None) -> tuple[str, ...]:
+        """Returns all reasons why the step cannot run. ``num_layers``: as in ``moesys.balance.plan.why_not``."""
+        return why_not(self.plans, num_layers=num_layers, recompute=self.rest.recompute != "none")
+
+
+def simulated_steps(
+    strategy: Strategy,
+    model: ModelShape,
+    cluster: ClusterSpec,
+    workload: Replay | Generated,
+    seed: int,
+    tick: Callable[[], None] = lambda: None,
+) -> Iterator[SimulatedStep]:
+    """Yields the timed steps. Layouts follow from the micro-batches before. A step is simulated when its simulation is
+    first read.
+
+    ``tick`` is called after every micro-batch.
+    """
+    routing, rest, plans = routing_of(workload, model, cluster, seed), RestOfStep.of(workload), []
+    for number, micro_batch in enumerate(replay_steps(strategy, model, cluster, routing.tokens_SLRE)):
+        if number >= workload.warmup:
+            plans.append(micro_batch)
+        if len(plans) == workload.micro_batches:
+            yield SimulatedStep(tuple(plans), rest)
+            plans = []
+        tick()

@@ -26,7 +26,7 @@ from moesys.balance.plan import out_of_rows
 from moesys.config import Strategy
 from moesys.files import FolderLock, append_line, cut_torn_line, read_bytes
 from moesys.journal import Journal
-from moesys.tuner.tuned_workload import MOST_BYTES, Fidelity, Plans, Setting, Workload, layers_of
+from moesys.tuner.tuned_workload import MOST_BYTES, Fidelity, Plans, Setting, SimulatedWorkload, layers_of
 
 # Points of a batch, which workers simulate side by side.
 _BATCH = 16
@@ -153,12 +153,12 @@ def _result_of(answer: Future[Entry], name: str, fidelity: Fidelity) -> Entry:
         raise ValueError(f"strategy {name!r}, {fidelity}: {error}; the same call goes on from here") from None
 
 
-def _entry_in_worker(workload: Workload, most_bytes: int, *point: Any) -> Entry:
+def _entry_in_worker(workload: SimulatedWorkload, most_bytes: int, *point: Any) -> Entry:
     return _entry_of(_plans_of(workload, most_bytes), *point)
 
 
 @lru_cache(maxsize=1)
-def _plans_of(workload: Workload, most_bytes: int) -> Plans:
+def _plans_of(workload: SimulatedWorkload, most_bytes: int) -> Plans:
     """Returns the plans of a worker process, which it keeps for the points to come."""
     return Plans(workload, most_bytes)
 

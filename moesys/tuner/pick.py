@@ -17,7 +17,7 @@ from moesys.config.experiment import Source
 from moesys.tuner.costs import CostedStrategy, Costs, Session
 from moesys.tuner.space import PARTS, SearchBounds, Space, default_space
 from moesys.tuner.timing import Clock, Rounds, TimedStrategy, TimingResult, kinds_of
-from moesys.tuner.tuned_workload import Fidelity, Plans, Setting, Workload, ladder, value_words
+from moesys.tuner.tuned_workload import Fidelity, Plans, Setting, SimulatedWorkload, ladder, value_words
 
 # Number of the experiment's strategies that are timed in any case, besides the baseline.
 _STARTS_TIMED = 3
@@ -100,7 +100,7 @@ class TunePick:
 
 
 def tune_workload(
-    workload: Workload,
+    workload: SimulatedWorkload,
     strategies: Sequence[Strategy],
     session: Session,
     *,
@@ -122,7 +122,7 @@ def tune_workload(
     bounds, plans = bounds or SearchBounds(), Plans(workload)
     cluster = workload.cluster.replace(memory_gb=bounds.memory_gb or workload.cluster.memory_gb)
     num_layers = len(plans.first_layers(strategies[0]))
-    setting = Setting(workload.model, cluster, num_layers, bounds.model_layers, workload.recompute)
+    setting = Setting(workload.model, cluster, num_layers, bounds.model_layers, workload.workload.recompute != "none")
     starts = [setting.plainest(strategy).replace(name=strategy.name) for strategy in strategies]
     costs = Costs(plans, setting, session, starts)
     if space is None:

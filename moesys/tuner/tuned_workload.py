@@ -9,15 +9,19 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Self
 
 from moesys.balance.even_split import EvenSplit
 from moesys.balance.plan import LayerPlan, StepPlan
+from moesys.balance.replay import routing_of
 from moesys.balance.static import Static
 from moesys.config import ClusterSpec, Declaration, Ep, Fsep, Last, ModelShape, Strategy
 from moesys.config.base import LONGEST_NAME
 from moesys.config.overlap import Sequential
-from moesys.limits import out_of_memory
+from moesys.config.workload import Generated, Replay
+from moesys.limits import rank_memory
+from moesys.simulator.rest_of_step import RestOfStep
+from moesys.simulator.step_program import simulated_steps, simulation
 
 # Bytes of plans that are kept; the plans that were used last stay.
 MOST_BYTES = 2**30
@@ -28,33 +32,30 @@ _FIRST_STEPS, _MORE = 2, 4
 Step = tuple[StepPlan, ...]
 
 
-class Workload(Protocol):
-    """An experiment's routing, as the caller provides it. It can be pickled and hashed."""
+@dataclass(frozen=True)
+class SimulatedWorkload:
+    """Drawn or recorded routing in the cost model. ``num_steps``: timed steps of each seed."""
 
-    def __hash__(self) -> int: ...
+    model: ModelShape
+    cluster: ClusterSpec
+    workload: Replay | Generated
+    seeds: tuple[int, ...]
+    num_steps: int
 
-    @property
-    def model(self) -> ModelShape: ...
-
-    @property
-    def cluster(self) -> ClusterSpec: ...
-
-    @property
-    def recompute(self) -> bool:
-        """Whether forward is computed again, so that only one layer's rows are kept for backward."""
-
-    @property
-    def seeds(self) -> tuple[int, ...]: ...
-
-    @property
-    def num_steps(self) -> int:
-        """Number of timed steps of each seed."""
+    @classmethod
+    def of(cls, model: ModelShape, cluster: ClusterSpec, workload: Replay | Generated, seeds: tuple[int, ...]) -> Self:
+        """Raises ValueError for a trace that is missing or does not fit."""
+        lengths = [routing_of(workload, model, cluster, seed).num_micro_batches for seed in seeds]
+        return cls(model, cluster, workload, seeds, (min(lengths) - workload.warmup) // workload.micro_batches)
 
     def walk(self, strategy: Strategy, seed: int) -> Iterator[Step]:
         """Yields the timed steps, planned from history as in training. Raises ValueError where that is impossible."""
+        steps = simulated_steps(strategy, self.model, self.cluster, self.workload, seed)
+        return (step.plans for step in steps)
 
     def step_ms(self, step: Step) -> float:
         """Simulates a step. Raises ValueError for a step that the cost model does not support."""
+        return 1000 * simulation(step, RestOfStep.of(self.workload)).length_seconds
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Fidelity:
         return f"{self.num_steps} step{'s' * (self.num_steps > 1)} of seed{'s' * (len(self.seeds) > 1)} {seeds}"
 
 
-def ladder(workload: Workload) -> tuple[Fidelity, ...]:
+def ladder(workload: SimulatedWorkload) -> tuple[Fidelity, ...]:
     """Returns the looks of a search: from two steps, or one of each seed, to all timed steps. All looks have all seeds,
     because the steps of one seed are alike.
     """
@@ -97,7 +98,7 @@ class _Walk:
 class Plans:
     """Steps of ``workload`` under any strategy."""
 
-    def __init__(self, workload: Workload, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, workload: SimulatedWorkload, most_bytes: int = MOST_BYTES) -> None:
         self.workload, self._most_bytes = workload, most_bytes
         self._walks: OrderedDict[tuple[str, int], _Walk] = OrderedDict()
 
@@ -108,8 +109,7 @@ class Plans:
         key = (placement.fingerprint(), seed)
         walk = self._walks.pop(key, None) or _Walk(self.workload.walk(placement, seed))
         while len(walk.steps) < num_steps:
-            # The history does not change a step's time, and would be kept with it.
-            step = tuple(replace(micro_batch, previous=None) for micro_batch in next(walk.rest))
+            step = next(walk.rest)
             walk.steps.append(step)
             walk.num_bytes += sum(plan.tokens.entries.nbytes + plan.load.tokens_RE.nbytes for plan in layers_of(step))
         self._walks[key] = walk
@@ -140,8 +140,9 @@ class Setting:
 
     def out_of_memory(self, strategy: Strategy, tokens_per_rank: int) -> str:
         """Returns why a rank cannot hold what the strategy needs, or "" if no reason is known."""
-        num_layers = self.model_layers or self.num_layers
-        return out_of_memory(strategy, self.model, self.cluster, num_layers, tokens_per_rank, recompute=self.recompute)
+        of_model = self.model, self.cluster, self.model_layers or self.num_layers
+        memory = rank_memory(strategy, *of_model, tokens_per_rank, recompute=self.recompute)
+        return memory.shortage(*of_model[1:])
 
     def point(self, **parts: Any) -> Strategy | None:
         """Returns the plainest strategy with these fields, named after them, or None where there is none."""

@@ -161,7 +161,7 @@ def load_file_of_plan(folder: Path) -> Attempt:
     model = ms.ModelShape(hidden_size=8, intermediate_size=8, num_experts=3, top_k=1)
     strategy = ms.Strategy(name="ep", sharding=ms.Ep(slots_per_rank=2), balance=ms.Eplb())
     plan = plan_layer(strategy, model, cluster, load)
-    step = StepPlan(strategy, model, cluster, (plan, plan), (plan.layout, plan.layout))
+    step = StepPlan(strategy, model, cluster, (plan, plan))
     of_layer, of_step = json.loads(plan.to_json()), json.loads(step.to_json())
 
     def said_in(path: Path) -> Any:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import moesys as ms
-from moesys.balance.layout_schedule import PlanRequest, SolvedPlan
+from moesys.balance.layout_schedule import PlanOutcome, PlanRequest
 from moesys.lab.ranks.pool import LocalRanks, RankError
 from moesys.layout import ExpertLayout
 from moesys.moe import runtime as module
@@ -294,7 +294,7 @@ class SlowPlan:
 
 
 class SlowPlanner(ShufflingPlanner):
-    def submit(self, request: PlanRequest) -> SolvedPlan:
+    def submit(self, request: PlanRequest) -> PlanOutcome:
         solved = super().submit(request)
         return SlowPlan(solved.solution) if dist.get_rank() == 1 else solved  # type: ignore[return-value]
 

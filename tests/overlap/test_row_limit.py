@@ -10,6 +10,7 @@ from mega_case import Case, Drawn, MegaRun, new_heaps
 
 import moesys as ms
 from moesys.collectives import RankMismatchError
+from moesys.kernels.split.tables import keep_within
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.overlap.device_routes import RowLimit, room_for_rows, split_tables
 
@@ -25,11 +26,11 @@ def test_a_plan_is_kept_if_it_fits_and_else_none_is():
     tables = split_tables(LAYOUT, ms.ClusterSpec(ranks_per_node=4), "cpu")
     limit = RowLimit(torch.device("cpu"), MEMBERS)
     counted = torch.tensor([[5, 7], [5, 4], [5, 5], [5, 2]]), 5
-    assert torch.equal(limit.keep(TOKENS_RP, tables, max(ROWS_R), 7, *counted), TOKENS_RP)
+    assert torch.equal(keep_within(TOKENS_RP, tables, max(ROWS_R), 7, *counted, limit.found_9), TOKENS_RP)
     limit.wait()
-    assert not limit.keep(TOKENS_RP, tables, max(ROWS_R) - 1, 7, *counted).any()
+    assert not keep_within(TOKENS_RP, tables, max(ROWS_R) - 1, 7, *counted, limit.found_9).any()
     # A later plan that fits takes nothing back.
-    limit.keep(TOKENS_RP, tables, max(ROWS_R), 7, *counted)
+    keep_within(TOKENS_RP, tables, max(ROWS_R), 7, *counted, limit.found_9)
     words = r"rank 8 would get 9 rows, more than the 8 that rows_cap allows for 7 .* use MegaKernel\(rows_cap=1.29\)"
     with pytest.raises(ValueError, match=words):
         limit.note()
@@ -58,14 +59,15 @@ def test_no_token_travels_where_counts_do_not_belong_together(
     tables = split_tables(LAYOUT, ms.ClusterSpec(ranks_per_node=4), "cpu")
     limit = RowLimit(torch.device("cpu"), MEMBERS)
     origin_R2 = torch.tensor([[5, 7], origin, [5, 5], [5, 2]])
-    kept_RP = limit.keep(TOKENS_RP, tables, max(ROWS_R), 7, origin_R2, 5)
+    kept_RP = keep_within(TOKENS_RP, tables, max(ROWS_R), 7, origin_R2, 5, limit.found_9)
     if error is None:
         limit.wait()
         assert torch.equal(kept_RP, TOKENS_RP)
         return
     assert not kept_RP.any()
     # Another layer's plan, behind it: the error is still that of the first.
-    limit.keep(TOKENS_RP, tables, max(ROWS_R), 7, torch.tensor([[6, 7], [6, 4], [6, 5], [6, 2]]), 6)
+    other_R2 = torch.tensor([[6, 7], [6, 4], [6, 5], [6, 2]])
+    keep_within(TOKENS_RP, tables, max(ROWS_R), 7, other_R2, 6, limit.found_9)
     with pytest.raises(error, match=words):
         limit.wait()
     limit.wait()

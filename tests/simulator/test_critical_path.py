@@ -165,7 +165,7 @@ def test_rows_are_gathered_before_they_go_and_summed_when_they_are_home():
     assert found.computed_R["gather"] == pytest.approx(4 * cost.gather_seconds(rows, MODEL, cluster))
     assert found.computed_R["sum"] == pytest.approx(2 * cost.sum_seconds(rows, MODEL, cluster))
     experts = sum(
-        cost.pass_seconds(cost.rows_of(plans(EP, FREE, EVEN)[0]), MODEL, cluster, of)
+        cost.pass_seconds(plans(EP, FREE, EVEN)[0].computed_RE.astype(float), MODEL, cluster, of)
         for of in ("forward", "input_gradients", "weight_gradients")
     )
     assert found.length_seconds == pytest.approx(

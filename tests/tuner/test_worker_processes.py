@@ -10,9 +10,9 @@ from tuner_cases import CLUSTERS, EP, SMALL, changed, costs_of, drawn, session_o
 from moesys.config.overlap import MegaKernel
 from moesys.lab.ranks import pool
 from moesys.lab.ranks.pool import Workers
-from moesys.lab.runs.tuning import SimulatedWorkload
 from moesys.tuner import costs as costs_module
 from moesys.tuner.pick import search
+from moesys.tuner.tuned_workload import SimulatedWorkload
 
 FUSED = changed(SMALL, {"overlap": ("sequential", "mega_kernel")})
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moesys import ClusterSpec, Generated, ModelShape, Space, Strategy, WindowMean
-from moesys.lab.runs.tuning import SimulatedWorkload
 from moesys.limits import RankMemory, rank_memory
 from moesys.tuner.costs import Costs, Entry, Helpers, Session, TuneJournal
-from moesys.tuner.tuned_workload import Fidelity, Plans, Setting, ladder
+from moesys.tuner.tuned_workload import Fidelity, Plans, Setting, SimulatedWorkload, ladder
 
 EP = Strategy(name="ep")
 MODEL = ModelShape(hidden_size=256, intermediate_size=512, num_experts=8, top_k=2, dtype="bfloat16")

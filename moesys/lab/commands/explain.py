@@ -23,7 +23,7 @@ from moesys.balance.even_split import EvenSplit
 from moesys.balance.flow.max_load import min_max_load
 from moesys.balance.plan import LayerPlan, StepPlan
 from moesys.balance.predictors import window
-from moesys.balance.replay import Replan, ReplayBatch, replay_layer
+from moesys.balance.replay import Replan, ReplayBatch, replay_layer, routing_of
 from moesys.balance.run_planner import split_tokens
 from moesys.config import ClusterSpec, Oracle, Strategy
 from moesys.config.base import check_type, python_value
@@ -33,12 +33,14 @@ from moesys.cost import FloatArray, reshard_bytes, restore_bytes, restores_per_s
 from moesys.display import Columns, Display, counted, listed
 from moesys.lab.commands.options import AsJson, ExperimentFile, Imports, ModelLayers, Settings, Wide, option, refusing
 from moesys.lab.runs.declarations import declared_in, import_modules_of_user, load_experiment, strategy_in
-from moesys.lab.runs.trials import SimulatedStep, rest_of, routing_of, simulated_cluster, simulated_workload
+from moesys.lab.runs.trials import simulated_cluster, simulated_workload
 from moesys.lab.show.sheets import Column, Sheet, WholeTable, add_head, add_line, figure, print_full
 from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import IntArray
 from moesys.row_traffic import row_traffic
+from moesys.simulator.rest_of_step import RestOfStep
 from moesys.simulator.simulation import COMPUTED_KINDS, Simulation, by_place, critical_rank, exposed_ms
+from moesys.simulator.step_program import SimulatedStep
 from moesys.traces import Trace
 from moesys.tuner.tuned_workload import value_words
 
@@ -102,7 +104,7 @@ def explain(
     ]
     plans = tuple(walk[-1].plan for walk in walks)
     plan = StepPlan(strategy, model, cluster, plans)
-    step = SimulatedStep((plan,), rest_of(experiment.workload))
+    step = SimulatedStep((plan,), RestOfStep.of(experiment.workload))
     simulated = step.simulation
     timeline = simulated.timeline
     critical_ms, mean_ms = _spent_ms(simulated, simulated.spent_R)

@@ -35,12 +35,13 @@ from moesys.lab.commands.whole_model import parallelism_of, run_of, simulate_who
 from moesys.lab.runs.declarations import cluster_of, import_modules_of_user, load_experiment, strategy_in
 from moesys.lab.runs.records import numbered
 from moesys.lab.runs.statistics import paired_ratio
-from moesys.lab.runs.trials import SimulatedStep, has_seeds, simulated_cluster, simulated_steps, simulated_workload
+from moesys.lab.runs.trials import has_seeds, simulated_cluster, simulated_workload
 from moesys.lab.show.comparisons import ratio_words, unclear_rows
 from moesys.lab.show.figures import shown_ranks, write_chrome_trace
 from moesys.lab.show.progress import status_line
 from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, figure, publish
 from moesys.simulator.simulation import Simulation, by_place, exposed_ms
+from moesys.simulator.step_program import SimulatedStep, simulated_steps
 
 MOST_TRACED_RANKS = 64
 _FILE_PANEL, _MODEL_PANEL = "Options with FILE, an experiment", "Options with --model, a whole model"

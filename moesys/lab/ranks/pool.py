@@ -14,10 +14,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from moesys.files import Closing
 from moesys.lab.ranks.process import (
     DEATH_S,
     STORE_ADDRESS,
@@ -87,7 +88,7 @@ def _failure_text(outcome: Outcome) -> str:
     return outcome.trace or outcome.reason
 
 
-class LocalRanks:
+class LocalRanks(Closing):
     """Processes on this machine that run functions as the ranks of a process group.
 
     ```python
@@ -145,12 +146,6 @@ class LocalRanks:
         self._one_run = threading.Lock()
         # Also runs when the interpreter exits, before multiprocessing would wait for the processes.
         self._finalizer = weakref.finalize(self, kill_all, self._processes)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # This process is the one that prints and writes files, and needs to share nothing: see `Ranks`.
     writes = True

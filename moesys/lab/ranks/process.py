@@ -362,11 +362,6 @@ def _die_with_parent() -> None:
 # --- devices ------------------------------------------------------------------------------------------------------
 
 
-def best_device() -> Literal["cpu", "cuda"]:
-    """Returns ``cuda`` if torch finds a GPU: for experiments that show MegaKernels where they can."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def gpu_backend(ranks_of_host: int) -> str:
     """Returns the backend of a process group whose ranks use GPUs: gloo carries counts and plans, NCCL tokens and
     experts. NCCL needs a GPU for each rank, so gloo carries everything where ranks share GPUs, except for what

@@ -16,6 +16,7 @@ from typing import Any
 
 from moesys.display import counted, version_of
 from moesys.files import read_bytes, write_whole
+from moesys.frames import flat_fields
 from moesys.lab.ranks.process_start import LOOPBACK
 
 _PACKAGES = ("torch", "numpy", "scipy", "ortools", "triton")
@@ -159,7 +160,7 @@ def differences(a: Environment, b: Environment) -> dict[str, tuple[str, str]]:
 
     ``{"variables.OMP_NUM_THREADS": ("1", "")}``
     """
-    left, right = _flat(asdict(a)), _flat(asdict(b))
+    left, right = ({path: _words(value) for path, value in flat_fields("", asdict(each))} for each in (a, b))
     paths = dict.fromkeys([*left, *right])
     return {
         path: (left.get(path, ""), right.get(path, "")) for path in paths if left.get(path, "") != right.get(path, "")
@@ -175,13 +176,6 @@ def cpu_name() -> str:
 
 def _lines(file: Path) -> list[str]:
     return file.read_text(encoding="utf-8").splitlines() if os.access(file, os.R_OK) else []
-
-
-def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    flat: dict[str, str] = {}
-    for name, value in fields.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: _words(value)}
-    return flat
 
 
 def _words(value: Any) -> str:

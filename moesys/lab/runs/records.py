@@ -12,12 +12,13 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
+from statistics import median
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict
 
 from moesys.config.experiment import Experiment, Source
-from moesys.files import FolderLock, write_whole
+from moesys.files import Closing, FolderLock, write_whole
 from moesys.journal import Journal
 from moesys.lab.runs.declarations import recorded_experiment
 
@@ -49,6 +50,10 @@ class Samples:
     unit: str
     better: Literal["lower", "higher", ""]
     values: list[float]
+
+    @property
+    def median(self) -> float:
+        return median(self.values)
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,7 @@ def other_kind(folder: Path) -> str:
     return next((words for pattern, words in _OTHERS.items() if any(folder.glob(pattern))), "")
 
 
-class RunFolder:
+class RunFolder(Closing):
     """``runs/<name>-<fingerprint8>/``: ``experiment.json`` with all defaults, ``records.jsonl``, environments, figures.
 
     The fingerprint is of model, cluster and workload. ``RunFolder(path)`` reads one; ``RunFolder.open`` makes or
@@ -181,12 +186,6 @@ class RunFolder:
             raise
         opened._lock = lock
         return opened
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Lets others write. A process that ends, in whatever way, closes too."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from html import escape
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING
 
+from moesys.balance.replay import routing_of
 from moesys.config.base import check_type, python_value
 from moesys.config.experiment import Experiment, Trial
 from moesys.config.workload import Replay
@@ -20,7 +20,6 @@ from moesys.lab.runs.environment import collect_environment, save_environment
 from moesys.lab.runs.places import TrialError, TrialResult, place_for
 from moesys.lab.runs.records import Record, RunFolder, latest
 from moesys.lab.runs.slurm import Slurm, SlurmTrials
-from moesys.lab.runs.trials import routing_of
 from moesys.step_lines import NumberLog
 from moesys.traces import save_trace
 
@@ -171,8 +170,8 @@ class _Recorder:
     log: NumberLog | None = None
 
     def __init__(self, experiment: Experiment, folder: RunFolder, routing: Mapping[int, str]) -> None:
-        self.folder = folder.path
         self.experiment, self._folder, self._routing = experiment, folder, routing
+        self.folder = folder.path
         self.trials = experiment.trials()
         try:
             self._recorded = latest(folder.records())
@@ -234,7 +233,7 @@ class _Recorder:
         self._recorded[record.identity] = record
         self.progress.finish(record)
         if self.log and record.status == "ok":
-            numbers = {name: median(of.values) for name, of in record.samples.items() if of.values}
+            numbers = {name: of.median for name, of in record.samples.items() if of.values}
             numbers |= {"loss": record.losses[-1]} if record.losses else {}
             self.log({f"{record.strategy}/{name}": value for name, value in numbers.items()}, len(self._recorded))
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -15,13 +14,11 @@ from moesys.config.workload import Generated, ModelTraining, RealTraining, Repla
 from moesys.cost import restore_bytes, restores_per_step
 from moesys.lab.runs.records import Samples
 from moesys.load import IntArray
-from moesys.traces import Trace, generate, load_trace
+from moesys.traces import Trace
 
 if TYPE_CHECKING:
-    from moesys.balance.plan import StepPlan
     from moesys.config.experiment import Experiment
-    from moesys.simulator.rest_of_step import RestOfStep
-    from moesys.simulator.simulation import Simulation
+    from moesys.simulator.step_program import SimulatedStep
 
 # Unit and direction of every metric that a trial may have, in the order in which tables show them.
 METRICS: dict[str, tuple[str, Literal["lower", "higher", ""]]] = {
@@ -88,52 +85,6 @@ def run_measured(
     )
 
 
-@dataclass(frozen=True, eq=False)
-class SimulatedStep:
-    """A step in the cost model: the plans of its micro-batches, and the rest of it."""
-
-    plans: tuple[StepPlan, ...]
-    rest: RestOfStep
-
-    @cached_property
-    def simulation(self) -> Simulation:
-        """The simulated step. Raises ValueError for a step that the cost model does not support."""
-        from moesys.simulator.step_program import simulation
-
-        return simulation(self.plans, self.rest)
-
-    def why_not(self, num_layers: int | None = None) -> tuple[str, ...]:
-        """Returns all reasons why the step cannot run. ``num_layers``: as in ``moesys.balance.plan.why_not``."""
-        from moesys.balance.plan import why_not
-
-        return why_not(self.plans, num_layers=num_layers, recompute=self.rest.recompute != "none")
-
-
-def simulated_steps(
-    strategy: Strategy,
-    model: ModelShape,
-    cluster: ClusterSpec,
-    workload: Replay | Generated,
-    seed: int,
-    tick: Callable[[], None] = lambda: None,
-) -> Iterator[SimulatedStep]:
-    """Yields the timed steps. Layouts follow from the micro-batches before. A step is simulated when its simulation is
-    first read.
-
-    ``tick`` is called after every micro-batch.
-    """
-    from moesys.balance.replay import replay_steps
-
-    routing, rest, plans = routing_of(workload, model, cluster, seed), rest_of(workload), []
-    for number, micro_batch in enumerate(replay_steps(strategy, model, cluster, routing.tokens_SLRE)):
-        if number >= workload.warmup:
-            plans.append(micro_batch)
-        if len(plans) == workload.micro_batches:
-            yield SimulatedStep(tuple(plans), rest)
-            plans = []
-        tick()
-
-
 def run_simulated(
     strategy: Strategy,
     model: ModelShape,
@@ -143,6 +94,8 @@ def run_simulated(
     tick: Callable[[], None] = lambda: None,
 ) -> Measurement:
     """Measures the simulated steps, as a pure function of everything but ``tick``."""
+    from moesys.simulator.step_program import simulated_steps
+
     against: tuple[str, ...] = ()
     values: dict[str, list[float]] = {}
     tokens_SLE: list[IntArray] = []
@@ -158,56 +111,6 @@ def run_simulated(
 def has_seeds(workload: Workload) -> bool:
     """Returns whether routing differs by seed, and is there before anything runs."""
     return isinstance(workload, Generated) or (isinstance(workload, Replay) and "{seed}" in workload.trace)
-
-
-def rest_of(workload: Workload) -> RestOfStep:
-    """Returns what a workload declares about a step besides its routing; for a training, only the recomputation and
-    Muon.
-    """
-    from moesys.simulator.rest_of_step import RestOfStep
-
-    experts: Literal["own", "outside"] = "outside" if isinstance(workload, ModelTraining) else "own"
-    muon: Literal["none", "own", "outside"] = experts if workload.optimizer == "muon" else "none"
-    if isinstance(workload, RealTraining):
-        return RestOfStep(recompute=workload.recomputed, muon=muon)
-    return RestOfStep(
-        other_seconds=workload.other_ms / 1000,
-        recompute=workload.recompute,
-        optimizer_seconds=workload.optimizer_ms / 1000,
-        muon=muon,
-    )
-
-
-def routing_of(workload: Replay | Generated, model: ModelShape, cluster: ClusterSpec, seed: int) -> Trace:
-    """Returns the routing, the same for every strategy: drawn with ``seed``, or read from the trace file of the seed.
-
-    Raises ValueError for a trace that is missing, too short, or does not fit the model or the cluster.
-    """
-    if isinstance(workload, Generated):
-        return generate(workload, cluster.num_ranks, model.num_experts, model.top_k, seed)
-    path = workload.trace.replace("{seed}", str(seed))
-    trace = load_trace(path)
-    try:
-        trace = trace.fold(cluster.num_ranks)
-    except ValueError as error:
-        raise ValueError(f"trace {path} on a cluster of {cluster.num_ranks} ranks: {error}") from None
-    if (trace.num_experts, trace.top_k) != (model.num_experts, model.top_k):
-        raise ValueError(
-            f"trace {path} is of {trace.num_experts} experts and top_k={trace.top_k}, but the model has "
-            f"num_experts={model.num_experts} and top_k={model.top_k}; replay it on a model that has as many"
-        )
-    if workload.warmup + workload.micro_batches > trace.num_micro_batches:
-        raise ValueError(
-            f"warmup={workload.warmup} leaves nothing to time of the {trace.num_micro_batches} micro-batches that "
-            f"trace {path} has on {cluster.num_ranks} ranks, with micro_batches={workload.micro_batches} a step; "
-            f"use warmup and micro_batches that are at most {trace.num_micro_batches} together"
-        )
-    empty_S = trace.tokens_SLRE.sum(axis=(1, 2, 3)) == 0
-    if empty_S.any():
-        raise ValueError(
-            f"trace {path} has no token in micro-batch {empty_S.argmax()} on {cluster.num_ranks} ranks; leave it out"
-        )
-    return trace if workload.tokens_per_rank is None else trace.scaled(workload.tokens_per_rank)
 
 
 def simulated_workload(workload: Workload) -> Replay | Generated:

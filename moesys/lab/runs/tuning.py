@@ -6,38 +6,31 @@ The tuner knows points and costs; here is what it needs of the lab: an experimen
 from __future__ import annotations
 
 import shutil
-import statistics
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+from moesys.balance.replay import routing_of
 from moesys.balance.run_planner import warm_up
-from moesys.config import ClusterSpec, ModelShape, Strategy
+from moesys.config import Strategy
 from moesys.config.base import check_type, python_value
 from moesys.config.experiment import Experiment, Trial
-from moesys.config.workload import Generated, ModelTraining, RealTraining, Replay, Training
+from moesys.config.workload import ModelTraining, RealTraining, Replay, Training
 from moesys.display import Columns, Display, by_column
 from moesys.files import FolderLock, write_whole
 from moesys.lab.ranks.process_start import RunInterruption, sigterm_as_ctrl_c
 from moesys.lab.runs.places import Place, TrialError, num_workers, place_for, simulating_workers
 from moesys.lab.runs.records import numbered, setting_fingerprint
 from moesys.lab.runs.statistics import paired_ratio
-from moesys.lab.runs.trials import (
-    Measurement,
-    SimulatedStep,
-    has_seeds,
-    rest_of,
-    routing_of,
-    simulated_cluster,
-    simulated_steps,
-)
+from moesys.lab.runs.trials import Measurement, has_seeds, simulated_cluster
 from moesys.traces import save_trace
 from moesys.tuner.costs import Entry, Observer, Session, TuneJournal
 from moesys.tuner.pick import TunePick, tune_workload
 from moesys.tuner.space import SearchBounds, Space
 from moesys.tuner.timing import MOST_TRIALS, Clock, TrialFailedError
-from moesys.tuner.tuned_workload import Setting, Step
+from moesys.tuner.tuned_workload import Setting, SimulatedWorkload
 
 JOURNAL, STRATEGY, EXPERIMENT, ROUTING = "journal.jsonl", "tuned.toml", "experiment.toml", "routing.npz"
 # The share of the micro-batches of a training's own routing that planners see and that are not timed.
@@ -127,8 +120,8 @@ def tune(
         try:
             with ExitStack() as opened:
                 folder = opened.enter_context(closing(_Folder(experiment, Path(out), fresh, threads, bounds.seeds)))
-                ranks = _Ranks(place, experiment)
-                workload = folder.workload(ranks)
+                run = partial(_timed, place, experiment)
+                workload = folder.workload(run)
                 helpers = opened.enter_context(closing(simulating_workers(jobs, warm_up))) if jobs > 1 else None
                 tuned = tune_workload(
                     workload,
@@ -137,7 +130,7 @@ def tune(
                     space=space,
                     bounds=bounds,
                     mega_kernels=not trains,
-                    clock=Clock(ranks.step_ms, timed) if timed else None,
+                    clock=Clock(partial(_step_ms, run), timed) if timed else None,
                     draw_seeds=experiment.seeds[:_MOST_DRAWS] if has_seeds(experiment.workload) else (),
                 )
                 result = folder.keep(tuned)
@@ -197,60 +190,21 @@ def _follow(place: Place, experiment: Experiment) -> TuneResult:
             continue
 
 
-class _Ranks:
-    """Timed trials on real ranks, on the process that writes."""
-
-    def __init__(self, place: Place, experiment: Experiment) -> None:
-        self._place, self._experiment = place, experiment
-
-    def run(self, strategy: Strategy, seed: int) -> Measurement:
-        """Raises TrialFailedError."""
-        trial: Trial = self._experiment.trial(strategy, seed)
-        self._place.share((trial, None))
-        try:
-            measurement = self._place.run(trial, self._experiment)
-        except TrialError as error:
-            raise TrialFailedError(str(error)) from None
-        assert measurement is not None
-        return measurement
-
-    def step_ms(self, strategy: Strategy, seed: int) -> float:
-        """Returns the median of a trial's steps, each of which took as long as its slowest rank."""
-        return median_ms(self.run(strategy, seed))
+def _timed(place: Place, experiment: Experiment, strategy: Strategy, seed: int) -> Measurement:
+    """Runs a trial on real ranks, on the process that writes. Raises TrialFailedError."""
+    trial: Trial = experiment.trial(strategy, seed)
+    place.share((trial, None))
+    try:
+        measurement = place.run(trial, experiment)
+    except TrialError as error:
+        raise TrialFailedError(str(error)) from None
+    assert measurement is not None
+    return measurement
 
 
-def median_ms(measurement: Measurement) -> float:
-    return statistics.median(measurement.samples["step_ms"].values)
-
-
-@dataclass(frozen=True)
-class SimulatedWorkload:
-    """Drawn or recorded routing in the cost model: a ``Workload`` of the tuner."""
-
-    model: ModelShape
-    cluster: ClusterSpec
-    workload: Replay | Generated
-    seeds: tuple[int, ...]
-    num_steps: int
-
-    @classmethod
-    def of(
-        cls, model: ModelShape, cluster: ClusterSpec, workload: Replay | Generated, seeds: tuple[int, ...]
-    ) -> SimulatedWorkload:
-        """Raises ValueError for a trace that is missing or does not fit."""
-        lengths = [routing_of(workload, model, cluster, seed).num_micro_batches for seed in seeds]
-        return cls(model, cluster, workload, seeds, (min(lengths) - workload.warmup) // workload.micro_batches)
-
-    @property
-    def recompute(self) -> bool:
-        return self.workload.recompute != "none"
-
-    def walk(self, strategy: Strategy, seed: int) -> Iterator[Step]:
-        steps = simulated_steps(strategy, self.model, self.cluster, self.workload, seed)
-        return (step.plans for step in steps)
-
-    def step_ms(self, step: Step) -> float:
-        return 1000 * SimulatedStep(step, rest_of(self.workload)).simulation.length_seconds
+def _step_ms(run: Callable[[Strategy, int], Measurement], strategy: Strategy, seed: int) -> float:
+    """Returns the median of a trial's steps, each of which took as long as its slowest rank."""
+    return run(strategy, seed).samples["step_ms"].median
 
 
 class _Folder:
@@ -280,21 +234,21 @@ class _Folder:
     def close(self) -> None:
         self._lock.close()
 
-    def workload(self, ranks: _Ranks) -> SimulatedWorkload:
+    def workload(self, run: Callable[[Strategy, int], Measurement]) -> SimulatedWorkload:
         """Returns the workload of the cost model; for a training, the routing of the baseline's first trial."""
         experiment, workload, seeds = self.experiment, self.experiment.workload, self._seeds
         if isinstance(workload, RealTraining):
-            self._record_routing(ranks, seeds[0])
+            self._record_routing(run, seeds[0])
             workload = Replay(
                 trace=str(self.path / ROUTING),
                 warmup=int(workload.steps * _UNTIMED_SHARE) * workload.micro_batches,
                 micro_batches=workload.micro_batches,
-                recompute=rest_of(workload).recompute,
+                recompute=workload.recomputed,
             )
             seeds = seeds[:1]
         return SimulatedWorkload.of(experiment.model, simulated_cluster(experiment), workload, seeds)
 
-    def _record_routing(self, ranks: _Ranks, seed: int) -> None:
+    def _record_routing(self, run: Callable[[Strategy, int], Measurement], seed: int) -> None:
         """Writes the routing of the baseline to the folder, unless it is there."""
         workload, baseline = self.experiment.workload, self.experiment.baseline
         assert isinstance(workload, Training | ModelTraining)
@@ -307,7 +261,7 @@ class _Folder:
                 raise ValueError(f"{path} is gone, on which its journal stands; begin anew with --fresh (fresh=True)")
             return
         try:
-            measurement = ranks.run(baseline, seed)
+            measurement = run(baseline, seed)
         except TrialFailedError as error:
             raise ValueError(
                 f"the baseline, strategy {baseline.name!r}, fails: {error}; put another one first"
@@ -315,7 +269,7 @@ class _Folder:
         assert measurement.routing is not None
         # The routing is written first, so that a recorded trial always has it.
         save_trace(measurement.routing, path)
-        self.journal.add(Entry.about(baseline, "measured", of, median_ms(measurement)))
+        self.journal.add(Entry.about(baseline, "measured", of, measurement.samples["step_ms"].median))
 
     def keep(self, tuned: TunePick) -> TuneResult:
         """Writes the strategy, and an experiment with the strategy as its last one."""

@@ -36,9 +36,9 @@ class WatchedRun:
 
     num_ranks: that trained the newest step. layers: ``layer_index`` of each of L.
     numbers: by name [S], those of the lowest rank.
-    load_p50_SL, load_p95_SL, load_max_SL, experts_without_tokens_SL: of the lowest rank that has the layer.
-    exposed_ms_SL, plan_ms_SL: means over ranks; worst_exposed_ms_SL of the rank that waits longest.
-    restored_mib_SL: sums over ranks.
+    of_layers: by name [S, L]. load_p50, load_p95, load_max and experts_without_tokens are of the lowest rank that has
+        the layer, exposed_ms and plan_ms means over ranks, worst_exposed_ms of the rank that waits longest,
+        restored_mib sums over ranks.
     tokens_E: by layer, of the newest ``NEWEST_STEPS`` steps.
     """
 
@@ -49,14 +49,7 @@ class WatchedRun:
     time_s_S: FloatArray
     step_ms_S: FloatArray
     numbers: dict[str, FloatArray]
-    load_p50_SL: FloatArray
-    load_p95_SL: FloatArray
-    load_max_SL: FloatArray
-    experts_without_tokens_SL: FloatArray
-    exposed_ms_SL: FloatArray
-    worst_exposed_ms_SL: FloatArray
-    plan_ms_SL: FloatArray
-    restored_mib_SL: FloatArray
+    of_layers: dict[str, FloatArray]
     tokens_E: dict[int, IntArray]
     events: tuple[RunEvent, ...]
 
@@ -64,10 +57,9 @@ class WatchedRun:
         """Returns metrics of each step [S] by their names in tables: the mean load of layers, and sums over them."""
         found = {"step_ms": self.step_ms_S}
         if self.layers:
-            found["load_max_over_mean"] = np.nansum(self.load_p50_SL, axis=1) / len(self.layers)
-            found["exposed_ms"] = np.nansum(self.exposed_ms_SL, axis=1)
-            found["plan_ms"] = np.nansum(self.plan_ms_SL, axis=1)
-            found["restored_mib"] = np.nansum(self.restored_mib_SL, axis=1)
+            sums = {name: np.nansum(of_layers_SL, axis=1) for name, of_layers_SL in self.of_layers.items()}
+            found["load_max_over_mean"] = sums["load_p50"] / len(self.layers)
+            found |= {name: sums[name] for name in ("exposed_ms", "plan_ms", "restored_mib")}
         return found
 
 
@@ -114,7 +106,7 @@ def read_watched_run(folder: Path) -> WatchedRun:
             name: np.array([line.numbers.get(name, np.nan) for line in first])
             for name in dict.fromkeys(name for line in first for name in line.numbers)
         },
-        **{f"{name}_SL": _beside([of[name] for of in by_layer], steps_S) for name in (*_FIELDS, "worst_exposed_ms")},
+        of_layers={name: _beside([of[name] for of in by_layer], steps_S) for name in (*_FIELDS, "worst_exposed_ms")},
         tokens_E=dict(sorted(tokens_E.items())),
         events=tuple(sorted(events, key=lambda event: event.step)),
     )

@@ -194,7 +194,7 @@ def _facts(run: WatchedRun) -> str:
         "ranks": str(run.num_ranks),
         "MoE layers": str(len(run.layers)),
         "newest loss": _number(losses[-1]) if len(losses) else "none written",
-        "load max/mean, median": _number(_median(run.load_p50_SL)),
+        "load max/mean, median": _number(_median(run.of_layers["load_p50"])),
         "step, median ms": _number(_median(run.step_ms_S)),
         "events": str(len(run.events)),
     }
@@ -210,12 +210,12 @@ def _loads(run: WatchedRun, bins: Bins) -> list[str]:
         "micro-batches" + ("." if bins.single else ", a mean over its steps.")
     )
     drawn = heat_map(
-        bins.mean(run.load_p50_SL).T, rows, (bins.edges, bins.labels), (1.0, 1.2), ("step", "load max/mean")
+        bins.mean(run.of_layers["load_p50"]).T, rows, (bins.edges, bins.labels), (1.0, 1.2), ("step", "load max/mean")
     )
     parts = [section("Load by layer over steps", drawn, note)]
     over_layers = {
-        "p50, mean over layers": _of_steps(np.nanmean, run.load_p50_SL),
-        "p95, worst layer": _of_steps(np.nanmax, run.load_p95_SL),
+        "p50, mean over layers": _of_steps(np.nanmean, run.of_layers["load_p50"]),
+        "p95, worst layer": _of_steps(np.nanmax, run.of_layers["load_p95"]),
     }
     parts.append(section("Load over steps", curves(bins, over_layers, "load max/mean")))
     if run.tokens_E:
@@ -242,15 +242,15 @@ _EVENTS_NOTE = (
 def _layer_table(run: WatchedRun) -> str:
     columns = {
         "layer": [str(layer) for layer in run.layers],
-        "load p50": _by_layer(run.load_p50_SL, np.median),
-        "load p95": _by_layer(run.load_p95_SL, lambda values: np.quantile(values, 0.95)),
-        "worst load": _by_layer(run.load_max_SL, np.max),
-        "experts without tokens": _by_layer(run.experts_without_tokens_SL, np.mean),
-        "experts without tokens, most": _by_layer(run.experts_without_tokens_SL, np.max),
-        "exposed ms": _by_layer(run.exposed_ms_SL, np.mean),
-        "exposed ms, worst rank": _by_layer(run.worst_exposed_ms_SL, np.mean),
-        "planning ms": _by_layer(run.plan_ms_SL, np.mean),
-        "restored MiB, all ranks": _by_layer(run.restored_mib_SL, np.mean),
+        "load p50": _by_layer(run.of_layers["load_p50"], np.median),
+        "load p95": _by_layer(run.of_layers["load_p95"], lambda values: np.quantile(values, 0.95)),
+        "worst load": _by_layer(run.of_layers["load_max"], np.max),
+        "experts without tokens": _by_layer(run.of_layers["experts_without_tokens"], np.mean),
+        "experts without tokens, most": _by_layer(run.of_layers["experts_without_tokens"], np.max),
+        "exposed ms": _by_layer(run.of_layers["exposed_ms"], np.mean),
+        "exposed ms, worst rank": _by_layer(run.of_layers["worst_exposed_ms"], np.mean),
+        "planning ms": _by_layer(run.of_layers["plan_ms"], np.mean),
+        "restored MiB, all ranks": _by_layer(run.of_layers["restored_mib"], np.mean),
     }
     return table(list(columns), zip(*columns.values(), strict=True))
 
@@ -259,12 +259,12 @@ def _times(run: WatchedRun, bins: Bins) -> list[str]:
     parts = [section("Step time", curves(bins, {"step": run.step_ms_S}, "ms", capped=True))]
     if run.layers:
         exposed = {
-            "mean of ranks": _of_steps(np.nansum, run.exposed_ms_SL),
-            "worst rank of each layer": _of_steps(np.nansum, run.worst_exposed_ms_SL),
+            "mean of ranks": _of_steps(np.nansum, run.of_layers["exposed_ms"]),
+            "worst rank of each layer": _of_steps(np.nansum, run.of_layers["worst_exposed_ms"]),
         }
         note = "A rank blocked by communication, added up over layers."
         parts.append(section("Exposed communication", curves(bins, exposed, "ms per step", capped=True), note))
-        restored = {"restored": _of_steps(np.nansum, run.restored_mib_SL)}
+        restored = {"restored": _of_steps(np.nansum, run.of_layers["restored_mib"])}
         note = "Received to have experts, over layers and ranks."
         parts.append(section("Restored experts", curves(bins, restored, "MiB per step"), note))
     return parts

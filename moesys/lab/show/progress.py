@@ -161,7 +161,7 @@ class RunProgress(_Display, QuietProgress):
 
     def _note(self, record: Record) -> None:
         if record.status == "ok":
-            self._step_ms.setdefault(record.strategy, []).append(_median_ms(record))
+            self._step_ms.setdefault(record.strategy, []).append(record.samples["step_ms"].median)
 
     def _line(self, record: Record) -> str:
         width = len(str(self._num_trials))
@@ -169,7 +169,7 @@ class RunProgress(_Display, QuietProgress):
         if record.status == "failed":
             return f"{head}: FAILED after {record.seconds:.1f} s: {record.error}"
         again = ", again" if record.repeat else ""
-        return f"{head}{again}: {figure(_median_ms(record))} ms a step, {record.seconds:.1f} s"
+        return f"{head}{again}: {figure(record.samples['step_ms'].median)} ms a step, {record.seconds:.1f} s"
 
     def _refreshed(self) -> str:
         if self._bars:
@@ -178,10 +178,6 @@ class RunProgress(_Display, QuietProgress):
             return self._running
         step_ms, name = min((statistics.median(values), name) for name, values in self._step_ms.items())
         return f"{self._running}; best so far: {name}, {figure(step_ms)} ms a step"
-
-
-def _median_ms(record: Record) -> float:
-    return statistics.median(record.samples["step_ms"].values)
 
 
 def _opening(experiment: Experiment, num_recorded: int, num_left: int) -> str:

@@ -26,7 +26,6 @@ from moesys.lab.runs.records import (
     other_kind,
     setting_fingerprint,
 )
-from moesys.lab.runs.trials import simulated_steps
 from moesys.lab.runs.watched_run import FloatArray, read_watched_run
 from moesys.lab.show.comparisons import comparison_sheet, headline
 from moesys.lab.show.figures import TimelinePanel, draw_speedups, shown_ranks, style
@@ -170,6 +169,9 @@ def _tokens(comparison: Comparison, records: Sequence[Record]) -> list[str]:
 
 def _simulated(comparison: Comparison, words: str) -> list[str]:
     """Draws the first timed step of the first seed under each strategy that has a simulated trial."""
+    # This import is here because pages of trainings need no simulator.
+    from moesys.simulator.step_program import simulated_steps
+
     experiment, steps = comparison.experiment, {}
     workload = experiment.workload
     assert isinstance(workload, Generated | Replay)

@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from datetime import date
 from pathlib import Path
-from typing import IO, Any, Literal, TextIO, get_type_hints
+from typing import Any, Literal, TextIO, get_type_hints
 
 from rich import box
 from rich.cells import cell_len
@@ -307,28 +307,19 @@ def print_full(
     wide as its content, where rich would cut names at 80 columns. ``wide`` shows all columns of tables on a terminal
     too.
     """
-    window, console = _consoles(content, file, wide)
-    console.print(content, crop=False)
-    _print_notes(window, notes)
-
-
-def _consoles(content: RenderableType, file: TextIO | None, wide: bool) -> tuple[Console, Console]:
-    """Returns a console as wide as the window, and one for the content, which is wider if columns must be kept."""
     window = _window(file)
-    size = _size(content, window.file)
+    widest = Console(file=window.file, width=10_000)
+    size = Measurement.get(widest, widest.options, content)
+    # The content is wider than the window if columns must be kept.
     width = max(size.minimum, window.width) if window.is_terminal and not wide else size.maximum
-    return window, Console(file=window.file, width=max(1, width))
+    Console(file=window.file, width=max(1, width)).print(content, crop=False)
+    _print_notes(window, notes)
 
 
 def _window(file: TextIO | None = None) -> Console:
     console = Console(file=file or sys.stdout)
     # Rich believes COLUMNS=0.
     return console if console.width else Console(file=console.file, width=80)
-
-
-def _size(content: RenderableType, file: IO[str]) -> Measurement:
-    widest = Console(file=file, width=10_000)
-    return Measurement.get(widest, widest.options, content)
 
 
 def _print_notes(console: Console, notes: Sequence[str]) -> None:
@@ -349,10 +340,7 @@ def add_line(tree: Tree, name: str, words: str) -> None:
 
 def print_sheet(sheet: Sheet, file: TextIO | None = None, *, wide: bool = False) -> None:
     """Prints a table and its notes; ``file`` and ``wide`` as in ``print_full``."""
-    table = WholeTable(sheet)
-    window, console = _consoles(table, file, wide)
-    console.print(table, crop=False)
-    _print_notes(window, sheet.notes)
+    print_full(WholeTable(sheet), sheet.notes, file, wide=wide)
 
 
 # --- reports ----------------------------------------------------------------------------------------------------------

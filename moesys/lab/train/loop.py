@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from moesys.balance.plan import LayerPlan
-from moesys.collectives import guarded
+from moesys.collectives import device_of, guarded, meet
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.workload import ModelTraining, Training
 from moesys.lab.ranks.process import rank_device
@@ -183,16 +183,11 @@ class Trainer:
 
     def _result(self, step: int, step_ms: float, loss: float, plans_ML: list[list[LayerPlan]]) -> StepResult:
         layers = self.runtime.metrics()
-        mine = [
-            loss,
-            step_ms,
-            sum(layer.exposed_ms for layer in layers),
-            sum(layer.plan_ms for layer in layers),
-            sum(layer.restored_mib for layer in layers),
-        ]
-        loss_R, step_ms_R, exposed_ms_R, plan_ms_R, restored_mib_R = self._gathered(
-            torch.tensor(mine, dtype=torch.float64)
-        ).T.tolist()
+        sums = [sum(getattr(layer, name) for layer in layers) for name in ("exposed_ms", "plan_ms", "restored_mib")]
+        mine = np.array([loss, step_ms, *sums], dtype=np.float64)
+        by_rank = meet("the comparison of a training's numbers", self.group, device_of(self.group), mine.tobytes())
+        numbers_5R = np.array([np.frombuffer(each) for each in by_rank]).T.tolist()
+        loss_R, step_ms_R, exposed_ms_R, plan_ms_R, restored_mib_R = numbers_5R
         # Counts are known to every rank since they were exchanged to plan with.
         loads_MLRE = np.array([[plan.load.tokens_RE for plan in plans] for plans in plans_ML])
         tokens_LE = loads_MLRE.sum(axis=(0, 2))
@@ -210,25 +205,16 @@ class Trainer:
             loads_MLRE=loads_MLRE.tolist(),
         )
 
-    def _gathered(self, values_N: Tensor) -> Tensor:
-        """Returns the values of all ranks, [R, N]."""
-        if self.group is None:
-            return values_N[None]
-        gathered_RN = values_N.new_zeros(dist.get_world_size(self.group), len(values_N))
-        gather = partial(dist.all_gather, list(gathered_RN.unbind()), values_N, group=self.group)
-        guarded("the comparison of a training's numbers", self.group, gather, device_type=values_N.device.type)
-        return gathered_RN
-
     def _agreed(self, text: Text) -> Text:
         """Returns the part of ``text`` to train on, after a check that all ranks have the same text."""
-        digest = torch.frombuffer(bytearray.fromhex(text.fingerprint), dtype=torch.uint8)
-        digests_RN = self._gathered(digest)
-        if others := (digests_RN != digests_RN[0]).any(dim=1).nonzero().flatten().tolist():
+        mine = text.fingerprint.encode()
+        first, *others = meet("the comparison of a training's text", self.group, device_of(self.group), mine)
+        if differing := [rank for rank, other in enumerate(others, start=1) if other != first]:
             raise ValueError(
-                f"rank {others[0]} has another text than rank 0; give every host the same data and tokenizer, and for "
-                "the built-in text the same release of Python"
+                f"rank {differing[0]} has another text than rank 0; give every host the same data and tokenizer, and "
+                "for the built-in text the same release of Python"
             )
-        return text.split()[0]
+        return text.training_part()
 
 
 def _compute_by_kernels(runtime: MoERuntime) -> None:

@@ -52,10 +52,9 @@ class Text:
         every = max(1, len(self.tokens_N) // MAX_BYTES)
         return hashlib.sha256(self.tokens_N[::every].numpy().tobytes()).hexdigest()
 
-    def split(self, held_out: float = HELD_OUT_SHARE) -> tuple[Text, Text]:
-        """Returns the text to train on, and the share ``held_out`` at its end to evaluate on."""
-        cut = round(len(self.tokens_N) * (1 - held_out))
-        return Text(self.tokens_N[:cut]), Text(self.tokens_N[cut:])
+    def training_part(self) -> Text:
+        """Returns the text without the share at its end that is held out."""
+        return Text(self.tokens_N[: round(len(self.tokens_N) * (1 - HELD_OUT_SHARE))])
 
     def batch(
         self, step: int, micro_batch: int, rank: int, *, seed: int, batch: int, context: int

@@ -16,14 +16,15 @@ from typer.testing import CliRunner
 
 from moesys import Experiment, Generated, Greedy, MegaKernel, Replay, Training
 from moesys.__main__ import app
-from moesys.balance.replay import replay_steps
+from moesys.balance.replay import replay_steps, routing_of
 from moesys.config import ClusterSpec, Fsep, ModelShape, Strategy, presets
 from moesys.lab.commands import explain, simulate
 from moesys.lab.runs.statistics import paired_ratio
-from moesys.lab.runs.trials import rest_of, routing_of, run_simulated, simulated_workload
+from moesys.lab.runs.trials import run_simulated, simulated_workload
 from moesys.lab.show.comparisons import ratio_words
 from moesys.lab.show.figures import write_chrome_trace
 from moesys.lab.show.sheets import figure
+from moesys.simulator.rest_of_step import RestOfStep
 from moesys.simulator.simulation import PathPart, by_place
 from moesys.simulator.step_program import simulation
 from moesys.timeline import Span, Timeline
@@ -73,7 +74,7 @@ def test_every_figure_is_that_of_the_simulator(tmp_path):
     for strategy in (EP, FSEP):
         routing = routing_of(WORKLOAD, MODEL, CLUSTER, seed=0)
         micro_batches = list(replay_steps(strategy, MODEL, CLUSTER, routing.tokens_SLRE))[1:3]
-        step = simulation(micro_batches, rest_of(WORKLOAD))
+        step = simulation(micro_batches, RestOfStep.of(WORKLOAD))
         trial = run_simulated(strategy, MODEL, CLUSTER, WORKLOAD, seed=0)
         # The critical path, of several words, stands before the other figures.
         step_ms, *_ = rows(output)[strategy.name][1:]

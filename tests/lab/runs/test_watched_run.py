@@ -20,11 +20,11 @@ def test_ranks_are_brought_together(tmp_path: Path) -> None:
     for step, layer in product(range(5), range(3)):
         line = layer_line(layer, step)
         for name in ("load_p50", "load_p95", "load_max", "experts_without_tokens"):
-            assert getattr(run, f"{name}_SL")[step, layer] == getattr(line, name)
-        assert run.exposed_ms_SL[step, layer] == line.exposed_ms + 1.5
-        assert run.worst_exposed_ms_SL[step, layer] == line.exposed_ms + 3
-        assert run.plan_ms_SL[step, layer] == line.plan_ms + 1.5
-        assert run.restored_mib_SL[step, layer] == 4 * line.restored_mib + 6
+            assert run.of_layers[name][step, layer] == getattr(line, name)
+        assert run.of_layers["exposed_ms"][step, layer] == line.exposed_ms + 1.5
+        assert run.of_layers["worst_exposed_ms"][step, layer] == line.exposed_ms + 3
+        assert run.of_layers["plan_ms"][step, layer] == line.plan_ms + 1.5
+        assert run.of_layers["restored_mib"][step, layer] == 4 * line.restored_mib + 6
     assert run.numbers["loss"].tolist() == [5 / (1 + step / 10) for step in range(5)]
     assert [run.tokens_E[layer].tolist() for layer in range(3)] == [[0, 5, 10, 15]] * 3
 
@@ -36,16 +36,16 @@ def test_ranks_may_have_layers_of_their_own_and_be_a_step_apart(tmp_path: Path) 
     run = read_watched_run(tmp_path)
     assert run.layers == (0, 1, 5)
     assert run.steps_S.tolist() == [0, 1, 2]
-    assert run.exposed_ms_SL[:, 2].tolist() == [61.5, 61.0, 61.0]
-    assert run.load_p50_SL[:, 2].tolist() == [layer_line(5, step).load_p50 for step in range(3)]
+    assert run.of_layers["exposed_ms"][:, 2].tolist() == [61.5, 61.0, 61.0]
+    assert run.of_layers["load_p50"][:, 2].tolist() == [layer_line(5, step).load_p50 for step in range(3)]
 
 
 def test_steps_and_layers_that_were_not_written_are_nan(tmp_path: Path) -> None:
     write_lines(tmp_path, [step_line(0, [0, 1]), step_line(10, [1]), step_line(20, [0], loss=math.nan)])
     run = read_watched_run(tmp_path)
     assert run.steps_S.tolist() == [0, 10, 20]
-    assert np.isnan(run.load_p50_SL).tolist() == [[False, False], [True, False], [False, True]]
-    assert np.isnan(run.restored_mib_SL).tolist() == np.isnan(run.load_p50_SL).tolist()
+    assert np.isnan(run.of_layers["load_p50"]).tolist() == [[False, False], [True, False], [False, True]]
+    assert np.isnan(run.of_layers["restored_mib"]).tolist() == np.isnan(run.of_layers["load_p50"]).tolist()
     assert np.isnan(run.numbers["loss"]).tolist() == [False, False, True]
 
 
@@ -68,8 +68,8 @@ def test_a_run_that_went_on_with_fewer_ranks_has_no_lines_of_the_others(tmp_path
         write_lines(tmp_path, [step_line(step, [0], rank, num_ranks=2) for step in (3, 4, 5)], rank)
     run = read_watched_run(tmp_path)
     assert run.num_ranks == 2
-    assert run.worst_exposed_ms_SL[:, 0].tolist() == [13, 13, 13, 11, 11, 11]
-    assert run.restored_mib_SL[:, 0].tolist() == [14, 14, 14, 5, 5, 5]
+    assert run.of_layers["worst_exposed_ms"][:, 0].tolist() == [13, 13, 13, 11, 11, 11]
+    assert run.of_layers["restored_mib"][:, 0].tolist() == [14, 14, 14, 5, 5, 5]
 
 
 def test_tokens_of_experts_are_those_of_the_newest_steps(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from watch_cases import assert_whole_and_alone, write_run
 from moesys import Experiment, Generated, run
 from moesys.lab.runs.comparison import compare_records
 from moesys.lab.runs.records import RunFolder
-from moesys.lab.runs.trials import simulated_steps
 from moesys.lab.show.comparisons import headline
 from moesys.lab.show.run_page import index_page, run_page, write_page
+from moesys.simulator.step_program import simulated_steps
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,7 @@ def losses(trainings: list[tuple[ms.Strategy, ms.models.ModelTraining]], seed: i
 def plain_losses(model: Any, how: ms.models.ModelTraining, seed: int = 3) -> list[float]:
     """Of transformers alone, on one rank that has both ranks' batches."""
     optimizer = torch.optim.Adam(model.parameters(), lr=how.learning_rate)
-    text = load_text().split()[0]
+    text = load_text().training_part()
     found = []
     for step in range(how.warmup + how.steps):
         optimizer.zero_grad()

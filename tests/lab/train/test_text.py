@@ -35,11 +35,9 @@ def test_a_python_without_sources_is_told_so(tmp_path: Path) -> None:
         load_text(tmp_path)
 
 
-def test_a_split_leaves_nothing_out() -> None:
+def test_a_tenth_is_held_out() -> None:
     text = Text(torch.arange(100, dtype=torch.uint8))
-    train, held_out = text.split(held_out=0.25)
-    assert (len(train.tokens_N), len(held_out.tokens_N)) == (75, 25)
-    assert torch.equal(torch.cat([train.tokens_N, held_out.tokens_N]), text.tokens_N)
+    assert torch.equal(text.training_part().tokens_N, text.tokens_N[:90])
 
 
 def test_a_batch_depends_on_its_names_alone() -> None:
