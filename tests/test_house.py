@@ -60,7 +60,7 @@ BUDGETS = {
     "moesys, entry points": Budget(268, 4),
     "benchmarks": Budget(7_469, 56),
     "experiments": Budget(1_507, 16),
-    "tests": Budget(42_971, 319),
+    "tests": Budget(42_973, 319),
 }
 TOTAL = Budget(37_279, 239)
 OUTSIDE = ("benchmarks", "experiments", "tests")

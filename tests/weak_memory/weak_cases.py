@@ -195,6 +195,7 @@ def all_cases() -> dict[str, WeakCase]:
     tiles = layer((5, 3))
     experts = layer((5, 3), granularity="expert", combine_share=0.5, deduplicate=True, keep_x=False)
     large = layer((11, 10), 40, 2, granularity="expert", combine_share=0.5, fetch_rows=16)
+    whole = layer((11, 10), 40, 2, granularity="expert", fetch_rows=16)
     apart = layer((3, 5), seed=1, fused="none", deduplicate=True, overlap_weight_gradients=False)
     again = layer((4, 3), seed=5, keep_x=False)
     planned = layer((5, 3, 4), seed=2, most_tokens=6, reduce_share=0.5)
@@ -214,6 +215,7 @@ def all_cases() -> dict[str, WeakCase]:
         "planned on devices": mega(planned),
         "x again, twice": mega(again, again),
         "several tiles of an expert": mega(large),
+        "several tiles of an expert, forward": mega(whole, backward=False),
         "4 ranks, forward": mega(layer((2, 1, 0, 3), granularity="expert"), backward=False),
         "forward twice": mega(tiles, layer((5, 3), seed=3, deduplicate=True), backward=False),
         "growth": mega(tiles, layer((9, 8), seed=1)),
