@@ -26,6 +26,7 @@ from benchmarks.kernels.drawn_layer import Size
 from benchmarks.kernels.gemm_timer import META, Operands
 from moesys.config.overlap import MegaKernel
 from moesys.kernels.experts.activation_gradient import SUM_COLUMNS
+from moesys.kernels.experts.experts import ExpertMatrices
 from moesys.kernels.experts.tile_config import NUM_REGISTERS, ShapeClass, TileConfig
 from moesys.kernels.experts.tile_tuner import OPS, blocks_of, candidates, refused_ways
 from moesys.kernels.experts.tiles import Tiles, groups_by_size, tile_table
@@ -348,6 +349,7 @@ def _launched(size: Size, dtype: torch.dtype, point: MegaKernel, capability: int
     meta = partial(torch.empty, dtype=dtype, device="meta")
     x_NH, h_NU, a_NI, gate_up, down = meta(N, H), meta(N, 2 * I), meta(N, I), meta(G, 2 * I, H), meta(G, H, I)
     weight_TK, dgate_up, ddown = (meta(*shape, dtype=torch.float32) for shape in ((T, K), gate_up.shape, down.shape))
+    experts = ExpertMatrices(gate_up, down, ACTIVATION)
     partial_NS = meta(N, triton.cdiv(I, min(SUM_COLUMNS, back.columns)), dtype=torch.float32)
     gradients = WeightGradients(h_NU, x_NH, dgate_up, x_NH, a_NI, ddown) if point.overlap_weight_gradients else None
 
@@ -362,24 +364,22 @@ def _launched(size: Size, dtype: torch.dtype, point: MegaKernel, capability: int
         return Part(block, False), Part(None, True, FLIGHT_BYTES), Part(beside_sums, True)
 
     if point.overlap_weight_gradients:
-        yield OpLaunch(
-            "up", dispatching(blocks.up), lambda: dispatch_up(memory, rows, gate_up, ACTIVATION, blocks.up, point)
-        )
+        yield OpLaunch("up", dispatching(blocks.up), lambda: dispatch_up(memory, rows, experts, blocks.up, point))
         yield OpLaunch(
             "activation_gradient",
             dispatching(back),
-            lambda: dispatch_activation_gradient(memory, rows, down, h_NU, ACTIVATION, back, point, not point.keep_x),
+            lambda: dispatch_activation_gradient(memory, rows, experts, h_NU, back, point, not point.keep_x),
         )
         yield OpLaunch(
             "down",
             combining(blocks.down, None),
-            lambda: down_combine(memory, rows, a_NI, down, weight_TK, blocks.down, point),
+            lambda: down_combine(memory, rows, a_NI, experts, weight_TK, blocks.down, point),
         )
     # Without weight gradients, only this op has different code.
     yield OpLaunch(
         "input_gradient",
         combining(into, outer if gradients else None),
-        lambda: input_gradient_combine(memory, rows, h_NU, gate_up, partial_NS, gradients, blocks, point),
+        lambda: input_gradient_combine(memory, rows, h_NU, experts, partial_NS, gradients, blocks, point),
     )
 
 

@@ -223,17 +223,16 @@ def strategy_experts(
     )
 
     adapter_of = {adapter.parameter_name: adapter for adapter in adapters}
-    # LoRA on matrices runs by products of its own where it can, and is added to parameters elsewhere.
-    matrices, products = description.names[:2], ep_mesh.device_type == "cpu" and not strategy.overlap.reaches_memory
-    by_products = [adapter_of.pop(name, None) for name in matrices] if products else []
+    # LoRA on matrices runs by products of its own, and on biases it is added to them.
+    by_products = [adapter_of.pop(name, None) for name in description.names[:2]]
 
     # FSDP does this where it holds the parameters.
-    beside = (dtype, num_batches) if alone else (None, None)
+    mean_over = num_batches if alone else None
 
     def read() -> dict[str, Tensor]:
         if replaced := [name for name in names.values() if is_parametrized(module, name)]:
             raise _computed(kind, replaced[0])
-        return {part: with_lora(module, name, adapter_of.get(name), *beside) for part, name in names.items()}
+        return {part: with_lora(module, name, adapter_of.get(name), mean_over) for part, name in names.items()}
 
     def add_gradients(gradients: Parts) -> None:
         if isinstance(module, FSDPModule):
@@ -253,7 +252,7 @@ def strategy_experts(
         activation,
         add_gradients=add,
         adapters=low_rank,
-        mean_over=beside[1],
+        mean_over=mean_over,
     )
     device = ep_mesh.device_type
     return Experts(shape, strategy, ep_mesh, cluster=cluster, layer_index=layer_index, device=device, outside=outside)

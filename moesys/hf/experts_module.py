@@ -1,10 +1,10 @@
 """The description of an experts module of transformers: what it computes, and with which parameters; and LoRA of PEFT
-on these: each rank computes W + s·B·A of those experts, or slices, that it has.
+on these, of which each rank computes that of the experts that it has.
 
 PEFT wraps an experts module once for each adapted parameter (``target_parameters``), wrapper around wrapper. Its own
-forward puts the sum for all experts in the parameter's place. Here that is left out, and experts under a strategy read
-the sum for their own part. The gradients of B and A are then zero for experts of other ranks, and are sums over the
-tokens of all ranks for its own, so FSDP's mean over the ranks is what it is for other parameters.
+forward puts the sum W + s·B·A for all experts in the parameter's place. Here that is left out: experts multiply by the
+factors of their matrices, and read the sums of their biases. The gradients of B and A are zero for experts that a rank
+does not compute, so FSDP's mean over the ranks is what it is for other parameters.
 """
 
 from __future__ import annotations
@@ -192,11 +192,9 @@ def _padded(inward: Tensor, outward: Tensor) -> tuple[Tensor, Tensor]:
     return functional.pad(inward, (0, 0, 0, more)).contiguous(), functional.pad(outward, (0, more)).contiguous()
 
 
-def with_lora(
-    module: Any, name: str, adapter: Any | None, dtype: torch.dtype | None = None, mean_over: int | None = None
-) -> Tensor:
-    """Returns the parameter ``name`` of an experts module with what ``adapter`` adds to this rank's part of it, in
-    ``dtype`` or in its own. ``mean_over``: as of ``OutsideExperts``.
+def with_lora(module: Any, name: str, adapter: Any | None, mean_over: int | None) -> Tensor:
+    """Returns the parameter ``name`` of an experts module, biases with what ``adapter`` adds to this rank's part of
+    them. ``mean_over``: as of ``OutsideExperts``.
 
     While FSDP has the adapter sharded, this is an empty tensor, whose shape says that the part is not at hand.
     """
@@ -204,33 +202,18 @@ def with_lora(
     # Before it is sharded, its form alone is read.
     if adapter is None or adapter.disable_adapters or adapter.merged or not isinstance(parameter, DTensor):
         return parameter
-    weight = parameter.to_local()
-    if weight.requires_grad and mean_over is not None:
-        weight.register_hook(partial(mean_of, mean_over))
-    weight = weight.to(dtype)
+    biases_EN = parameter.to_local()
+    if biases_EN.requires_grad and mean_over is not None:
+        biases_EN.register_hook(partial(mean_of, mean_over))
     active = [each for each in adapter.active_adapters if each in adapter.lora_A]
     if any(isinstance(adapter.lora_A[each].weight, DTensor) for each in active):
-        return weight.new_empty(0)
-    # As PEFT does, also under autocast.
-    with torch.autocast(weight.device.type, enabled=False):
+        return biases_EN.new_empty(0)
+    chunk = parameter.__create_chunk_list__()[0]
+    rows, columns = (slice(first, first + size) for first, size in zip(chunk.offsets, chunk.sizes, strict=True))
+    # As PEFT does, also under autocast. It takes biases for one matrix.
+    with torch.autocast(biases_EN.device.type, enabled=False):
         for each in active:
-            left, right = _factors(module, parameter, adapter, each)
-            add = torch.addmm if weight.ndim == 2 else torch.baddbmm
-            weight = add(weight, left.to(weight.dtype), right.to(weight.dtype), alpha=adapter.scaling[each])
-    return weight
-
-
-def _factors(module: Any, parameter: DTensor, adapter: Any, active: str) -> tuple[Tensor, Tensor]:
-    """Returns the factors [E, ..., r] and [E, r, ...] of what is added to this rank's part of ``parameter``."""
-    if parameter.ndim == 2:
-        # PEFT takes biases for one matrix.
-        left, right = (each[active].weight.to(parameter.dtype) for each in (adapter.lora_B, adapter.lora_A))
-    else:
-        left, right, _ = adapter.get_delta_factors(active)
-    chunk, last = parameter.__create_chunk_list__()[0], parameter.ndim - 1
-    for dim, (first, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-        if dim != last:
-            left = left.narrow(dim, first, size)
-        if dim == last or (dim == 0 and right.ndim == 3):
-            right = right.narrow(dim, first, size)
-    return left, right
+            left, right = adapter.lora_B[each].weight[rows], adapter.lora_A[each].weight[:, columns]
+            factors = left.to(biases_EN.dtype), right.to(biases_EN.dtype)
+            biases_EN = torch.addmm(biases_EN, *factors, alpha=adapter.scaling[each])
+    return biases_EN

@@ -140,12 +140,6 @@ class OutsideExperts:
                 f"strategy {strategy.name!r} has overlap={type(strategy.overlap).__name__}, whose kernels compute "
                 f"SwiGLU without biases by matrices [out, in], and these experts have {what}; {way}"
             )
-        if self.adapters is not None and strategy.overlap.reaches_memory:
-            raise ValueError(
-                f"strategy {strategy.name!r} has overlap={type(strategy.overlap).__name__}, and OutsideExperts("
-                "adapters=...) runs under Sequential() or Pipelined() alone; use these, or let read() give the sums of "
-                "matrices and adapters"
-            )
         if strategy.sharding.delay_reshard and self.add_gradients is None:
             raise ValueError(
                 f"strategy {strategy.name!r} has delay_reshard=True, and who keeps these parameters takes no gradient "

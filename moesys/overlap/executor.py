@@ -87,6 +87,32 @@ class Adapters(NamedTuple):
         of_expert = [LowRank(*of) for of in zip(*map(Tensor.unbind, pair), strict=True)]
         return [of_expert[expert] for expert in self.expert_S]
 
+    def stacked(self, dtype: torch.dtype) -> tuple[LowRank | None, LowRank | None]:
+        """Returns what ``up`` and ``down`` have in each slot, in ``dtype``."""
+
+        def of_slots(factor: Tensor) -> Tensor:
+            return factor.index_select(0, to_device(self.expert_S, factor.device)).to(dtype)
+
+        up, down = (pair and LowRank(*map(of_slots, pair)) for pair in (self.up, self.down))
+        return up, down
+
+    def on_meta(self) -> Adapters:
+        """Returns the same without values, with gradients."""
+        pairs = [pair and LowRank(*(each.to("meta") for each in pair)) for pair in (self.up, self.down)]
+        return Adapters(self.expert_S, *pairs, *pairs)
+
+    @property
+    def gradients(self) -> list[Tensor | None]:
+        """Returns where gradients are added, inward and outward of up and of down."""
+        return [each for pair in (self.dup, self.ddown) for each in pair or (None, None)]
+
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
+        """Adds the gradients of the factors in each slot, inward and outward of up and of down."""
+        for total, gradient in zip(self.gradients, gradients, strict=True):
+            if total is not None and gradient is not None:
+                # The second slot of an expert has zeros.
+                total.index_add_(0, to_device(self.expert_S, total.device), gradient.to(total.dtype))
+
     def bounds_E4(self) -> Tensor:
         """Returns by how much larger than a gradient of ``up`` or ``down`` those of its inward and outward factors can
         be, float64: as much as a product by the other factor can be larger than its rows, and twice that for rounding.

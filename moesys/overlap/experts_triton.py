@@ -30,6 +30,7 @@ from moesys.kernels.experts.experts import (
     hidden_gradients,
     input_gradient,
     second_product,
+    weight_gradients,
 )
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfig, TileConfigs
@@ -41,6 +42,7 @@ from moesys.kernels.launch import HostCopy, to_device
 from moesys.kernels.routing import SortedRouting, route
 from moesys.overlap.exact_sum import BlockSums, largest_by_slot, largest_size
 from moesys.overlap.executor import (
+    Adapters,
     Arrivals,
     BackwardInputs,
     Executor,
@@ -111,7 +113,7 @@ class SingleRankRun:
 
     def forward(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> tuple[Tensor, SavedTensors]:
         """Returns the output [T, H] in x's dtype."""
-        x_TH, experts = x_TH.contiguous(), _stacked(wait_for_experts())
+        x_TH, experts = x_TH.contiguous(), stacked(wait_for_experts())
         y_TH, state = experts_forward(x_TH, self.routing, weight_TK.contiguous(), experts, self._blocks(x_TH, experts))
         return y_TH, SavedTensors(x_TH, state.h_PU, weight_TK)
 
@@ -121,7 +123,7 @@ class SingleRankRun:
         """Returns what ``forward`` does, but no output that is not ``read``."""
         if read:
             return self.forward(x_TH, weight_TK, wait_for_experts)
-        x_TH, experts = x_TH.contiguous(), _stacked(wait_for_experts())
+        x_TH, experts = x_TH.contiguous(), stacked(wait_for_experts())
         h_PU, *_ = first_product(x_TH, self.routing, weight_TK.shape[1], experts, self._blocks(x_TH, experts))
         return None, SavedTensors(x_TH, h_PU, weight_TK)
 
@@ -131,22 +133,22 @@ class SingleRankRun:
         """Returns (dx [T, H], dweight float32 [T, K]); every expert's weight gradients are written into ``gradients``,
         or not computed where that is None.
         """
-        weight_TK, experts = saved.weight_TK.contiguous(), _stacked(wait_for_experts())
+        held = wait_for_experts()
+        weight_TK, experts = saved.weight_TK.contiguous(), stacked(held)
         state, blocks = ForwardState(saved.h_P2I, self.routing), self._blocks(dy_TH, experts)
-        x_TH, out, row_blocks = saved.arrivals_MH, None, None
-        if gradients is not None:
-            out = gradients.gate_up, gradients.down
-            if self.sums is not None:
-                row_blocks = partial(agreed_blocks, self.sums, weight_TK.shape[1], (x_TH, dy_TH))
-        return experts_backward(dy_TH, x_TH, weight_TK, experts, state, blocks, out, row_blocks)
+        out = None if gradients is None else (gradients.gate_up, gradients.down)
+        write = partial(write_gradients, weight_TK.shape[1], experts, blocks, self.sums, held.adapters)
+        return experts_backward(dy_TH, saved.arrivals_MH, weight_TK, experts, state, blocks, out, write)
 
     def _blocks(self, like: Tensor, experts: ExpertMatrices) -> TileConfigs:
         return _blocks(like, experts, len(self.routing.entry_P))
 
 
-def _stacked(weights: HeldExperts) -> ExpertMatrices:
+def stacked(weights: HeldExperts) -> ExpertMatrices:
     """Returns the held experts as kernels take them; the expert of each group is that of its slot."""
-    return ExpertMatrices(*weights.stacked()[:2], ACTIVATION)
+    gate_up, down = weights.stacked()[:2]
+    low_rank = (None, None) if weights.adapters is None else weights.adapters.stacked(gate_up.dtype)
+    return ExpertMatrices(gate_up, down, ACTIVATION, low_rank)
 
 
 def _blocks(rows: Tensor, experts: ExpertMatrices, num_rows: int) -> TileConfigs:
@@ -154,31 +156,31 @@ def _blocks(rows: Tensor, experts: ExpertMatrices, num_rows: int) -> TileConfigs
     return blocks_of(ShapeClass.of(rows, experts.down_EHI, num_rows, ACTIVATION), rows.device)
 
 
-def agreed_blocks(
-    sums: BlockSums, top_k: int, by_token: tuple[Tensor, Tensor], groups: OrderedGroups, *by_row: Tensor
-) -> tuple[RowBlocks, RowBlocks]:
-    """Returns how the gradients of ``gate_up`` and ``down`` are summed. A collective. ``by_token``: x and dy [T, H];
-    ``by_row``: gradients of pre-activations and weighted activations, in order of ``groups``.
-    """
-    token_P = (groups.entry_P // top_k).clamp_min(0)
-    of_tokens, of_rows = ([largest_size(rows, dim=1) for rows in sides] for sides in (by_token, by_row))
-    sizes_P = [*(sizes[token_P] for sizes in of_tokens), *of_rows]
-    # Kernels have no biases, so they need no bound of routing weights.
-    largest_S5 = functional.pad(largest_by_slot(groups.first_G1, *sizes_P), (0, 1))
-    up_S, down_S, *_ = sums.agree(largest_S5).unbind(dim=1)
-    return RowBlocks(sums.block_rows, up_S.contiguous()), RowBlocks(sums.block_rows, down_S.contiguous())
-
-
-def write_weight_gradients(
-    sides: WeightGradients, groups: OrderedGroups, tile: TileConfig, sums: BlockSums | None
+def write_gradients(
+    top_k: int,
+    experts: ExpertMatrices,
+    blocks: TileConfigs,
+    sums: BlockSums | None,
+    adapters: Adapters | None,
+    groups: OrderedGroups,
+    sides: WeightGradients,
 ) -> None:
-    """Writes both weight gradients of rows that have one entry each. With ``sums`` a collective."""
-    dh_NU, x_NH, dgate_up, dy_NH, wa_NI, ddown = sides
-    of_up, of_down = None, None
+    """Writes both weight gradients of rows in ``groups``, where there are any, and those of ``adapters``. With ``sums``
+    a collective.
+    """
+    row_blocks: list[RowBlocks | None] = [None] * 6
     if sums is not None:
-        of_up, of_down = agreed_blocks(sums, 1, (x_NH, dy_NH), groups, dh_NU, wa_NI)
-    weight_gradient(dh_NU, x_NH, groups, 1, "right", tile, dgate_up, of_up)
-    weight_gradient(dy_NH, wa_NI, groups, 1, "left", tile, ddown, of_down)
+        token_P = (groups.entry_P // top_k).clamp_min(0)
+        of_tokens = (largest_size(rows, dim=1)[token_P] for rows in (sides.x_NH, sides.dy_NH))
+        of_rows = (largest_size(rows, dim=1) for rows in (sides.dh_NU, sides.wa_NI))
+        # Kernels have no biases, so they need no bound of routing weights.
+        largest_S5 = functional.pad(largest_by_slot(groups.first_G1, *of_tokens, *of_rows), (0, 1))
+        grids_SN = sums.agree(largest_S5, None if adapters is None else adapters.bounds_E4())
+        found = [RowBlocks(sums.block_rows, each.contiguous()) for each in grids_SN.unbind(dim=1)]
+        row_blocks = [*found[:2], *(found[4:] or [None] * 4)]
+    factors = weight_gradients(groups, sides, top_k, experts, blocks, row_blocks)
+    if adapters is not None:
+        adapters.add(factors)
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,7 @@ class TritonForward:
     """``ForwardPass`` by kernels."""
 
     def __init__(self, routes: Routes, x: Arrivals, weights: HeldExperts) -> None:
-        self.rows, self.matrices = x.rows.contiguous(), _stacked(weights)
+        self.rows, self.matrices = x.rows.contiguous(), stacked(weights)
         self.blocks = _blocks(self.rows, self.matrices, routes.num_rows)
         self.h: list[Tensor] = []
 
@@ -243,7 +245,7 @@ class TritonBackward:
     """``BackwardPass`` by kernels. What weight gradients need is kept until they are asked for."""
 
     def __init__(self, routes: Routes, inputs: BackwardInputs, weights: HeldExperts) -> None:
-        self.routes, self.inputs, self.matrices = routes, inputs, _stacked(weights)
+        self.routes, self.inputs, self.matrices, self.adapters = routes, inputs, stacked(weights), weights.adapters
         self.blocks = _blocks(inputs.dy.rows, self.matrices, routes.num_rows)
         self.dh: list[Tensor] = []
         self.wa: list[Tensor] = []
@@ -266,15 +268,16 @@ class TritonBackward:
         if not self.dh:
             if sums is not None:
                 # The other ranks wait for this one.
-                sums.agree(weight_M.new_zeros(len(gradients.gate_up), 5))
-            gradients.gate_up.zero_()
-            gradients.down.zero_()
+                sums.agree(weight_M.new_zeros(len(self.matrices.down_EHI), 5))
+            if gradients.gate_up is not None:
+                gradients.gate_up.zero_()
+                gradients.down.zero_()
             return
         arrival_P, dh_P2I, wa_PI = self._expert_order()
         first_G1 = self.routes.first_S1
         groups = OrderedGroups(arrival_P.int(), first_G1, groups_by_size(first_G1))
         sides = WeightGradients(dh_P2I, x.rows.contiguous(), gradients.gate_up, dy.rows, wa_PI, gradients.down)
-        write_weight_gradients(sides, groups, self.blocks.weight_gradient, sums)
+        write_gradients(1, self.matrices, self.blocks, sums, self.adapters, groups, sides)
 
     def _expert_order(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns all chunks' rows in expert order: the arrival of each, dh, and weighted activations."""

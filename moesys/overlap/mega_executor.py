@@ -69,7 +69,7 @@ from moesys.overlap.executor import (
     SavedTensors,
     WaitForExperts,
 )
-from moesys.overlap.experts_triton import ACTIVATION, write_weight_gradients
+from moesys.overlap.experts_triton import ACTIVATION, stacked, write_gradients
 
 # The most kernels that a rank compiles at a time, each of which takes seconds.
 COMPILERS = 8
@@ -324,12 +324,12 @@ class MegaKernelRun:
         """Runs ``forward`` stage by stage."""
         memory, blocks, point, device = self.memory, self.blocks, self.point, x_TH.device
         self._look()
-        experts: HeldExperts | None = None
+        held: HeldExperts | None = None
         if not (INTERPRETED.value or x_TH.is_meta or (point, self.num_experts) in memory.compiled):
             # Compiled before anything is published: peers may then wait on their hosts, and not in kernels that time
             # out.
-            experts = wait_for_experts()
-            self._compile(x_TH, experts.stacked()[:2])
+            held = wait_for_experts()
+            self._compile(x_TH, held)
             memory.meet()
             memory.compiled.add((point, self.num_experts))
         with self._recording():
@@ -345,12 +345,12 @@ class MegaKernelRun:
                 rows = self._rows = arrange(
                     memory, routing, tokens_RP, self.replicas, self.num_rows, row_tile, point, self.list_RP
                 )
-            gate_up, down = (wait_for_experts() if experts is None else experts).stacked()[:2]
+            experts = stacked(wait_for_experts() if held is None else held)
             with stage("dispatch and up", device):
-                x_NH, h_NU, a_NI = dispatch_up(memory, rows, gate_up, ACTIVATION, blocks.up, point)
+                x_NH, h_NU, a_NI = dispatch_up(memory, rows, experts, blocks.up, point)
             yield
             with stage("down and combine", device):
-                y_TH = down_combine(memory, rows, a_NI, down, weight_TK.contiguous(), blocks.down, point)
+                y_TH = down_combine(memory, rows, a_NI, experts, weight_TK.contiguous(), blocks.down, point)
             yield
         noted = self._note(y_TH)
         if isinstance(self.plan, PendingPlan):
@@ -378,40 +378,45 @@ class MegaKernelRun:
                 again = {} if point.keep_x else {"x_again": saved.arrivals_MH}
                 publish(memory.heap, memory.epoch_1, {"x": dy_TH, "weight": saved.weight_TK, **again})
             yield
-            gate_up, down = wait_for_experts().stacked()[:2]
+            held = wait_for_experts()
+            experts = stacked(held)
             with stage("dispatch and activation gradient", device):
                 x_again = not point.keep_x and gradients is not None
                 dy_NH, dh_NU, wa_NI, partial_NS, x_NH = dispatch_activation_gradient(
-                    memory, rows, down, saved.h_P2I, ACTIVATION, blocks.activation_gradient, point, x_again
+                    memory, rows, experts, saved.h_P2I, blocks.activation_gradient, point, x_again
                 )
             yield
-            outer = None
+            outer = fused = None
             if gradients is not None:
                 x_NH = saved.arrivals_MH if x_NH is None else x_NH
                 outer = WeightGradients(dh_NU, x_NH, gradients.gate_up, dy_NH, wa_NI, gradients.down)
-            fused = outer if point.overlap_weight_gradients else None
+                if point.overlap_weight_gradients and gradients.gate_up is not None:
+                    # Those of adapters are left, which are launches of their own.
+                    fused, outer = outer, outer._replace(dgate_up_GUH=None, ddown_GHI=None)
             with stage("input gradient and combine", device):
-                dx_TH = input_gradient_combine(memory, rows, dh_NU, gate_up, partial_NS, fused, blocks, point)
+                dx_TH = input_gradient_combine(memory, rows, dh_NU, experts, partial_NS, fused, blocks, point)
             yield
             dweight_TK = routing_weight_gradients(memory, rows)
-            if outer is not None and fused is None:
+            if outer is not None and (fused is None or held.adapters is not None):
                 with stage("weight gradients", device):
                     in_order, first_G1 = (
                         torch.arange(len(dh_NU), dtype=torch.int32, device=device),
                         rows.exchange.first_G1,
                     )
                     groups = OrderedGroups(in_order, first_G1, groups_by_size(first_G1))
-                    write_weight_gradients(outer, groups, blocks.weight_gradient, self.sums)
-        self._note(dx_TH, dweight_TK, *(() if outer is None else (outer.dgate_up_GUH, outer.ddown_GHI)))
+                    write_gradients(1, experts, blocks, self.sums, held.adapters, groups, outer)
+        written = *(gradients or ()), *(() if held.adapters is None else held.adapters.gradients)
+        self._note(dx_TH, dweight_TK, *(each for each in written if each is not None))
         return dx_TH, dweight_TK
 
-    def _compile(self, x_TH: Tensor, matrices: Sequence[Tensor]) -> None:
+    def _compile(self, x_TH: Tensor, experts: HeldExperts) -> None:
         """Compiles the kernels of both directions, side by side: on the meta device they do not run."""
         import triton
 
         replicas, heap = Replicas(*(table.to("meta") for table in self.replicas)), self.memory.heap.on_meta()
         plan = torch.empty(heap.num_ranks, len(replicas.rank_P), dtype=torch.int64, device="meta")
         expert_TK, x_TH = self.expert_TK.to("meta"), x_TH.to("meta")
+        matrices = experts.stacked()[:2]
         # The gradients of an expert lie in one vector, even if its matrices do not.
         num_elements = sum({of.stride(0) for of in matrices})
         weights = [torch.empty_strided(of.shape, of.stride(), dtype=x_TH.dtype, device="meta") for of in matrices]
@@ -419,7 +424,8 @@ class MegaKernelRun:
             torch.empty_strided(of.shape, (num_elements, *of.stride()[1:]), dtype=torch.float32, device="meta")
             for of in matrices
         ]
-        held = cast(HeldExperts, SimpleNamespace(stacked=lambda: weights))
+        adapters = None if experts.adapters is None else experts.adapters.on_meta()
+        held = cast(HeldExperts, SimpleNamespace(stacked=lambda: weights, adapters=adapters))
         memory, pace = MegaMemory(heap), self.memory.pace
         memory.pace = None if pace is None else pace.to("meta")
         dry = replace(self, expert_TK=expert_TK, plan=plan, replicas=replicas, memory=memory, recorder=None)

@@ -23,7 +23,9 @@ from torch.utils._pytree import tree_leaves
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
+from moesys.moe.experts import Experts
 from moesys.moe.store import ExpertStore
+from moesys.overlap.experts_triton import TritonExperts
 
 BOTH = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 STEPS = 5
@@ -160,6 +162,33 @@ def test_every_kind_of_lora_on_experts_trains_as_in_one_process(ranks: LocalRank
 def test_lora_on_experts_of_two_groups_is_the_mean_over_both(ranks: LocalRanks) -> None:
     for found in ranks.run(differences, "two", [lent(2), fsep(2)], 2, num_ranks=4, timeout_s=150.0):
         assert max(error for error, _ in found) < 1e-5
+
+
+def on_kernels(strategies: list[ms.Strategy]) -> list[tuple[float, list[str]]]:
+    """``differences`` where Triton's kernels compute, in its interpreter."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Experts, "computed_by", lambda *_: KERNELS)
+        return differences("qwen3_moe", strategies)
+
+
+KERNELS = TritonExperts()
+MEGA = [each.replace(overlap=ms.MegaKernel()) for each in (EP, fsep(2))]
+
+
+@pytest.mark.parametrize(
+    "strategies",
+    [
+        overlaps(lent(2)),
+        pytest.param([*overlaps(fsep(2)), *MEGA], marks=pytest.mark.slow),
+        pytest.param([each.replace(reduction=INVARIANT) for each in (EP, lent(2), fsep(2))], marks=pytest.mark.slow),
+    ],
+    ids=["lent", "mega", "invariant"],
+)
+def test_kernels_train_lora_as_in_one_process(ranks: LocalRanks, strategies: list[ms.Strategy]) -> None:
+    for found in ranks.run(on_kernels, strategies, num_ranks=2, timeout_s=550.0):
+        for error, differing in found:
+            assert error < 1e-5
+            assert not differing or strategies[0].reduction != INVARIANT
 
 
 def ahead(name: str) -> tuple[float, list[str], int]:

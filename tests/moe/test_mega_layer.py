@@ -56,8 +56,10 @@ def test_ranks_without_an_expert(ranks: LocalRanks) -> None:
         assert_same_bits(results, f"rank {rank}")
 
 
-def outside(strategy: ms.Strategy, turned: bool) -> list[torch.Tensor]:
-    """Two micro-batches through experts that another library keeps: gate and up apart, or [in, out] and turned."""
+def outside(strategy: ms.Strategy, turned: bool, adapted: bool) -> list[torch.Tensor]:
+    """Two micro-batches through experts that another library keeps: gate and up apart, or [in, out] and turned; or
+    frozen, with LoRA.
+    """
     rank, E, H, I = dist.get_rank(), SHAPE.num_experts, SHAPE.hidden_size, SHAPE.intermediate_size
     shapes = {"gate": (I, H), "up": (I, H), "down": (H, I)}
     if turned:
@@ -68,8 +70,11 @@ def outside(strategy: ms.Strategy, turned: bool) -> list[torch.Tensor]:
         tensor = torch.randn(E, *size, generator=generator) / 4
         dim = 0 if isinstance(strategy.sharding, ms.Ep) else 1 + (name == "gate_up")
         leaf = tensor.chunk(2, dim=dim)[rank]
-        leaves[name] = torch.nn.Parameter(leaf.mT.contiguous() if turned else leaf.contiguous())
-    held = OutsideExperts(lambda: {name: leaf.mT if turned else leaf for name, leaf in leaves.items()})
+        leaves[name] = torch.nn.Parameter(leaf.mT.contiguous() if turned else leaf.contiguous(), not adapted)
+    of_factors = {"in": (32, H), "out": (2 * I, 32), "down in": (16, I), "down out": (H, 16)} if adapted else {}
+    factors = {name: torch.nn.Parameter(torch.randn(E, *size) / 4) for name, size in of_factors.items()}
+    read = lambda: {name: leaf.mT if turned else leaf for name, leaf in leaves.items()}  # noqa: E731
+    held = OutsideExperts(read, adapters=(lambda: [*factors.values()]) if adapted else None)
     experts = ms.Experts(SHAPE, strategy, outside=held)
     experts.expert_compute = TritonExperts()
     if strategy.name != "ep":
@@ -81,23 +86,30 @@ def outside(strategy: ms.Strategy, turned: bool) -> list[torch.Tensor]:
         y_TH = experts(x_TH, expert_TK, torch.rand(tokens, 2, generator=generator))
         y_TH.float().square().sum().backward()
         found += [y_TH.detach(), x_TH.grad]
-    return [*found, *(leaf.grad for leaf in leaves.values())]
+    return [*found, *(leaf.grad for leaf in (factors or leaves).values())]
 
 
-def outside_both(strategy: ms.Strategy, turned: bool) -> list[list[torch.Tensor]]:
-    overlaps = ms.Sequential(), POINT.replace(rows_cap=2.0)
-    return [outside(strategy.replace(overlap=overlap), turned) for overlap in overlaps]
+def outside_both(strategy: ms.Strategy, turned: bool, adapted: bool) -> list[list[torch.Tensor]]:
+    found = []
+    for overlap in (ms.Sequential(), POINT.replace(rows_cap=2.0)):
+        torch.manual_seed(2)
+        found.append(outside(strategy.replace(overlap=overlap), turned, adapted))
+    return found
 
 
 LENT = FSEP.replace(name="lent", sharding=ms.Ep(slots_per_rank=4))
 
 
-SLOW = [pytest.param(*each, marks=pytest.mark.slow) for each in product((ms.Strategy(name="ep"), LENT), (False, True))]
+WAYS = product((ms.Strategy(name="ep"), LENT, FSEP), (False, True), (False, True))
+FAST = (FSEP, True, False), (LENT, False, True)
 
 
-@pytest.mark.parametrize(("strategy", "turned"), [(FSEP, True), *SLOW])
-def test_parameters_of_other_libraries(ranks: LocalRanks, strategy: ms.Strategy, turned: bool) -> None:
-    for sequential, mega in ranks.run(outside_both, strategy, turned, num_ranks=2, timeout_s=250):
+@pytest.mark.parametrize(
+    ("strategy", "turned", "adapted"),
+    [pytest.param(*each, marks=() if each in FAST else pytest.mark.slow) for each in WAYS],
+)
+def test_parameters_of_other_libraries(ranks: LocalRanks, strategy: ms.Strategy, turned: bool, adapted: bool) -> None:
+    for sequential, mega in ranks.run(outside_both, strategy, turned, adapted, num_ranks=2, timeout_s=250):
         assert all(torch.equal(one, other) for one, other in zip(sequential, mega, strict=True))
         assert sequential[-1].any()
 

@@ -73,3 +73,32 @@ def test_masters_without_gradient_and_rows_with_gaps() -> None:
 @pytest.mark.parametrize(("device_type", "kind"), [("cpu", CpuExperts), ("cuda", TritonExperts)])
 def test_the_device_says_how_experts_are_computed(device_type: str, kind: type) -> None:
     assert isinstance(experts_on_device(shape("float32", 4, 2), torch.float32, device_type), kind)
+
+
+def with_lora(strategy: ms.Strategy, adapted: tuple[bool, bool], kernels: bool, T: int = 64) -> list[Tensor]:
+    """Output and gradients of frozen experts with LoRA on some of their matrices."""
+    experts, of = shape("float32", 4, 2), torch.Generator().manual_seed(0)
+    E, H, I = experts.num_experts, experts.hidden_size, experts.intermediate_size
+    parts = {"gate_up": (2 * I, H), "down": (H, I)}
+    drawn = {name: torch.randn(E, *size, generator=of) / 4 for name, size in parts.items()}
+    frozen = {name: torch.nn.Parameter(each, requires_grad=False) for name, each in drawn.items()}
+    sizes = (32, H), (2 * I, 32), (16, I), (H, 16)
+    pairs = [torch.nn.Parameter(torch.randn(E, *size, generator=of) / 4) for size in sizes]
+    factors = [each if adapted[place // 2] else None for place, each in enumerate(pairs)]
+    layer = ms.Experts(experts, strategy, outside=ms.OutsideExperts(lambda: frozen, adapters=lambda: factors))
+    layer.expert_compute = TritonExperts() if kernels else None
+    x_TH, weight_TK = torch.randn(T, H, generator=of).requires_grad_(), torch.rand(T, 2, generator=of).requires_grad_()
+    # The last expert has no rows.
+    y_TH = layer(x_TH, torch.rand(T, E - 1, generator=of).topk(2).indices, weight_TK)
+    learnt = [x_TH, weight_TK, *(each for each in factors if each is not None)]
+    return [y_TH.detach(), *torch.autograd.grad(y_TH, learnt, torch.randn(T, H, generator=of))]
+
+
+@pytest.mark.parametrize("adapted", [(True, True), (True, False), (False, True)], ids=["both", "up", "down"])
+@pytest.mark.parametrize("reduction", [ms.Ordered(), ms.LayoutInvariant(block_rows=16)], ids=["ordered", "invariant"])
+def test_kernels_compute_lora_as_slots_do(reduction: ms.Ordered, adapted: tuple[bool, bool]) -> None:
+    strategy = ms.Strategy(name="alone", reduction=reduction)
+    expected, found = (with_lora(strategy, adapted, kernels) for kernels in (False, True))
+    for one, other in zip(found, expected, strict=True):
+        assert other.any()
+        assert difference(one, other) <= TOLERANCE["float32"]

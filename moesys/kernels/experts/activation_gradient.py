@@ -20,9 +20,11 @@ from torch import Tensor
 
 from moesys.kernels.experts.activations import GATED, slope_one, slopes
 from moesys.kernels.experts.products import (
+    LowRankRows,
     dot,
     left_step,
     matrices_by_tma,
+    plus_low_rank,
     readable_by_tma,
     rounded,
     rows_by_matrix,
@@ -51,12 +53,13 @@ def activation_gradient(
     groups: RowGroups,
     activation: str,
     block: TileConfig,
+    low_rank: LowRankRows | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of ``y[t] += weight · down · activation(h)``, for every row, and its weighted activation.
 
     For row p of token t with routing weight w, group g and ``a = activation(h[p])``, all in float32:
 
-        da = dy[t] @ down[g]
+        da = dy[t] @ down[g]        plus its ``low_rank`` product
         dh[p] = w · da · ∂a/∂h      rounded once
         wa[p] = w · a               rounded once
         dweight = Σ_I da · a        in float32, 32 columns at a time, whose sums are added in order
@@ -93,12 +96,12 @@ def activation_gradient(
     wa_PI = torch.empty((P, I), dtype=h_PU.dtype, device=device)
     partial_PN = torch.empty((P, num_sums), dtype=torch.float32, device=device)
     dweight_TK = torch.empty((T, K), dtype=torch.float32, device=device)
-    rows = BackwardRows(routing.entry_P, weight_TK, GradientRows(h_PU, dh_PU, wa_PI, partial_PN))
+    rows = BackwardRows(routing.entry_P, weight_TK, GradientRows(h_PU, dh_PU, wa_PI, partial_PN), low_rank)
     epilogue = Epilogue(I, activation, GATED[activation], sum_columns)
     sizes = GradientSizes(H, K, down_EHI.stride(0), epilogue)
     arguments = (dy, down_EHI, rows, groups, P, len(down_EHI), sizes)
     launch = _activation_gradient[(block.num_programs(device),)]
-    run_with_descriptors(lambda: launch(*arguments, **block.options(operands)), device)
+    run_with_descriptors(lambda: launch(*arguments, **block.options(operands, low_rank)), device)
     _add_partials[(triton.cdiv(T * K, SUM_ENTRIES),)](
         partial_PN, routing.row_TK, dweight_TK, T * K, N=num_sums, block_entries=SUM_ENTRIES
     )
@@ -117,11 +120,14 @@ class GradientRows(NamedTuple):
 
 
 class BackwardRows(NamedTuple):
-    """Each row's choice, the routing weights of all choices, and what the epilogue reads and writes."""
+    """Each row's choice, the routing weights of all choices, what the epilogue reads and writes, and what is added to
+    the product.
+    """
 
     entry_P: Tensor
     weight_TK: Tensor
     gradients: GradientRows
+    low_rank: LowRankRows | None
 
 
 class Epilogue(NamedTuple):
@@ -178,6 +184,7 @@ def _activation_gradient(  # type: ignore[no-untyped-def]
                 left = left_step(dy if specialised else dy_row, first_row, hidden, H, specialised, tiling.contraction)
                 right = down.load([matrix, hidden, first_column]).reshape(tiling.contraction, tiling.columns)
                 da = dot(left, right, da)
+        da = plus_low_rank(da, rows.low_rank, first_row, num_rows, matrix, first_column, I, 1, False, tiling)
         weight = tl.load(rows.weight_TK + entry, mask=in_tile, other=0.0)
         row = first_row.to(tl.int64)
         of = rows.gradients

@@ -10,21 +10,23 @@ T tokens, H hidden, K choices of a token, P = T·K rows, E experts, I their widt
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from moesys.kernels.experts.activation_gradient import activation_gradient
 from moesys.kernels.experts.activations import GATED
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
-from moesys.kernels.experts.products import INTERPRETED
-from moesys.kernels.experts.tile_config import ShapeClass, TileConfigs
+from moesys.kernels.experts.products import INTERPRETED, LowRankRows
+from moesys.kernels.experts.tile_config import LEAST, WARPGROUP, ShapeClass, TileConfig, TileConfigs
 from moesys.kernels.experts.tile_tuner import blocks_of
 from moesys.kernels.experts.tiles import RowGroups, RowTiles, groups_by_size
 from moesys.kernels.experts.token_rows import combine
 from moesys.kernels.experts.up import up
-from moesys.kernels.experts.weight_gradient import OrderedGroups, RowBlocks, weight_gradient
+from moesys.kernels.experts.weight_gradient import OrderedGroups, RowBlocks, WeightGradients, weight_gradient
 from moesys.kernels.first_derivatives import InputGradients, first_derivatives_only
 from moesys.kernels.routing import SortedRouting, route
 from moesys.kernels.torch_internals import refuse_function_transforms
@@ -37,12 +39,42 @@ class ForwardState(NamedTuple):
     routing: SortedRouting
 
 
+# The factors of LoRA on a projection, of each group (slot): [E, r, in] and [E, out, r], contiguous.
+Pair = tuple[Tensor, Tensor]
+# The choices of rows, by which they are gathered, and K; None where rows lie in order of groups.
+Entries = tuple[Tensor, int] | None
+
+
 class ExpertMatrices(NamedTuple):
-    """The matrices of experts, one for each group (slot), and what stands between both products."""
+    """The matrices of experts, one for each group (slot), and what stands between both products. ``low_rank``: what
+    LoRA adds to gate_up, and to down.
+    """
 
     gate_up_EUH: Tensor
     down_EHI: Tensor
     activation: str
+    low_rank: tuple[Pair | None, Pair | None] = (None, None)
+
+
+def low_rank_rows(
+    pair: Pair | None, rows: Tensor, tiles: RowTiles, block: TileConfig, entries: Entries, *, back: bool
+) -> LowRankRows | None:
+    """Returns what LoRA adds to the product of ``rows`` with a projection or, going ``back``, of gradients with it."""
+    if pair is None:
+        return None
+    return LowRankRows(_by_factor(pair, rows, tiles, block, entries, back), pair[0 if back else 1])
+
+
+def _by_factor(pair: Pair, rows: Tensor, tiles: RowTiles, block: TileConfig, entries: Entries, back: bool) -> Tensor:
+    """Returns rows [P, r] by the inward factor of their group or, going ``back``, by its outward one."""
+    thin, factor = _as_thin(block, pair), pair[1 if back else 0]
+    return grouped_gemm(rows, factor, tiles.first_G1, tiles.of(thin), thin, transposed=not back, gather=entries)
+
+
+def _as_thin(block: TileConfig, pair: Pair) -> TileConfig:
+    """Returns the block of a product with as many columns as a factor has."""
+    columns = min(block.columns, max(LEAST["columns"], triton.next_power_of_2(pair[0].shape[1])))
+    return replace(block, columns=columns, operands="pointers")
 
 
 def experts_forward(
@@ -64,9 +96,9 @@ def first_product(
     """Returns pre-activations h [P, U], the activations [P, I] and the tiles of the rows."""
     if x_TH.device.type == "cpu" and not INTERPRETED.value:
         raise RuntimeError("x is on the CPU, where these kernels do not run; move it to a GPU")
-    gate_up_EUH, _, activation = experts
-    tiles = RowTiles(routing.first_G1, len(routing.entry_P))
-    h_PU, a_PI = up(x_TH, gate_up_EUH, routing, tiles.of(blocks.up), top_k, activation, blocks.up)
+    block, tiles = blocks.up, RowTiles(routing.first_G1, len(routing.entry_P))
+    low_rank = low_rank_rows(experts.low_rank[0], x_TH, tiles, block, (routing.entry_P, top_k), back=False)
+    h_PU, a_PI = up(x_TH, experts.gate_up_EUH, routing, tiles.of(block), top_k, experts.activation, block, low_rank)
     return h_PU, a_PI, tiles
 
 
@@ -74,8 +106,9 @@ def second_product(
     a_PI: Tensor, routing: SortedRouting, tiles: RowTiles, experts: ExpertMatrices, blocks: TileConfigs
 ) -> Tensor:
     """Returns the outputs [P, H] of the rows, before routing weights."""
-    block = blocks.down
-    return grouped_gemm(a_PI, experts.down_EHI, routing.first_G1, tiles.of(block), block, transposed=True)
+    block, first_G1 = blocks.down, routing.first_G1
+    low_rank = low_rank_rows(experts.low_rank[1], a_PI, tiles, block, None, back=False)
+    return grouped_gemm(a_PI, experts.down_EHI, first_G1, tiles.of(block), block, transposed=True, low_rank=low_rank)
 
 
 def experts_backward(
@@ -85,27 +118,69 @@ def experts_backward(
     experts: ExpertMatrices,
     state: ForwardState,
     blocks: TileConfigs,
-    out: tuple[Tensor, Tensor] | None,
-    row_blocks: Callable[[OrderedGroups, Tensor, Tensor], tuple[RowBlocks, RowBlocks]] | None = None,
+    out: tuple[Tensor | None, Tensor | None] | None,
+    write: Callable[[OrderedGroups, WeightGradients], object] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns (dx [T, H] in x's dtype, dweight float32 [T, K]).
 
-    ``out``: where the gradients of gate_up and down are written, one for each group (``weight_gradient``); None where
-    they are not computed. ``row_blocks``: gives the blocks by which both are summed, from the groups, the gradient of h
-    and the weighted activations; None where they are summed without blocks.
+    ``out``: where the gradients of gate_up and down are written, one for each group, or None for each; None where
+    ``write`` is not to be called, which is ``weight_gradients`` of rows and their groups.
     """
-    routing, K, tile = state.routing, weight_TK.shape[1], blocks.weight_gradient
+    routing, K = state.routing, weight_TK.shape[1]
     dh_PU, wa_PI, dweight_TK, tiles = hidden_gradients(dy_TH, weight_TK, experts, state, blocks)
     if out is not None:
         groups = OrderedGroups(routing.entry_P, routing.first_G1, groups_by_size(routing.first_G1))
-        of_up, of_down = (None, None) if row_blocks is None else row_blocks(groups, dh_PU, wa_PI)
-        weight_gradient(dy_TH, wa_PI, groups, K, "left", tile, out[1], of_down)
+        sides = WeightGradients(dh_PU, x_TH, out[0], dy_TH, wa_PI, out[1])
+        weight_gradients(groups, sides, K, experts, blocks) if write is None else write(groups, sides)
+        del sides
     # Before the gradient of the rows of x is made, so that memory never holds both.
     del wa_PI
-    dx_TH = combine(input_gradient(dh_PU, routing, tiles, experts, blocks), routing.row_TK, None, dh_PU.dtype)
-    if out is not None:
-        weight_gradient(dh_PU, x_TH, groups, K, "right", tile, out[0], of_up)
-    return dx_TH, dweight_TK
+    return combine(
+        input_gradient(dh_PU, routing, tiles, experts, blocks), routing.row_TK, None, dh_PU.dtype
+    ), dweight_TK
+
+
+def weight_gradients(
+    groups: OrderedGroups,
+    sides: WeightGradients,
+    top_k: int,
+    experts: ExpertMatrices,
+    blocks: TileConfigs,
+    row_blocks: Sequence[RowBlocks | None] = (None,) * 6,
+) -> list[Tensor | None]:
+    """Writes the gradients of gate_up and down of each group, where there are any. Returns those of the factors of
+    both, inward and outward; None of those that are not there. ``row_blocks``: by which all of these are summed, in
+    this order (``weight_gradient``).
+    """
+    dh, x, dgate_up, dy, wa, ddown = sides
+    tile, entry_P = blocks.weight_gradient, groups.entry_P
+    if dgate_up is not None:
+        weight_gradient(dh, x, groups, top_k, "right", tile, dgate_up, row_blocks[0])
+    if ddown is not None:
+        weight_gradient(dy, wa, groups, top_k, "left", tile, ddown, row_blocks[1])
+    up, down = experts.low_rank
+    if up is None and down is None:
+        return [None] * 4
+    in_order = groups._replace(entry_P=torch.arange(len(entry_P), dtype=torch.int32, device=entry_P.device))
+    of_up = _factor_gradients(up, (dh, in_order, 1), (x, groups, top_k), blocks, row_blocks[2:4])
+    return of_up + _factor_gradients(down, (dy, groups, top_k), (wa, in_order, 1), blocks, row_blocks[4:])
+
+
+# One side of a gradient: rows, and the groups and K by which they are gathered.
+Side = tuple[Tensor, OrderedGroups, int]
+
+
+def _factor_gradients(
+    pair: Pair | None, dy: Side, x: Side, blocks: TileConfigs, row_blocks: Sequence[RowBlocks | None]
+) -> list[Tensor | None]:
+    if pair is None:
+        return [None, None]
+    tile, tiles = blocks.weight_gradient, RowTiles(x[1].first_G1, len(x[1].entry_P))
+    inner_PR = _by_factor(pair, x[0], tiles, blocks.down, (x[1].entry_P, x[2]), False)
+    outer_PR = _by_factor(pair, dy[0], tiles, blocks.down, (dy[1].entry_P, dy[2]), True)
+    flat, thin = replace(tile, rows=min(tile.rows, WARPGROUP["rows"])), _as_thin(tile, pair)
+    inward = weight_gradient(outer_PR, *x, "right", flat, blocks=row_blocks[0])
+    return [inward, weight_gradient(dy[0], inner_PR, *dy[1:], "left", thin, blocks=row_blocks[1])]
 
 
 def hidden_gradients(
@@ -116,9 +191,10 @@ def hidden_gradients(
     """
     routing, block = state.routing, blocks.activation_gradient
     tiles = RowTiles(routing.first_G1, len(routing.entry_P))
-    groups = RowGroups(routing.first_G1, tiles.of(block))
+    groups, entries = RowGroups(routing.first_G1, tiles.of(block)), (routing.entry_P, weight_TK.shape[1])
+    low_rank = low_rank_rows(experts.low_rank[1], dy_TH, tiles, block, entries, back=True)
     dh_PU, wa_PI, dweight_TK = activation_gradient(
-        dy_TH, experts.down_EHI, state.h_PU, weight_TK, routing, groups, experts.activation, block
+        dy_TH, experts.down_EHI, state.h_PU, weight_TK, routing, groups, experts.activation, block, low_rank
     )
     return dh_PU, wa_PI, dweight_TK, tiles
 
@@ -127,8 +203,9 @@ def input_gradient(
     dh_PU: Tensor, routing: SortedRouting, tiles: RowTiles, experts: ExpertMatrices, blocks: TileConfigs
 ) -> Tensor:
     """Returns the gradient [P, H] of the rows of x."""
-    block = blocks.input_gradient
-    return grouped_gemm(dh_PU, experts.gate_up_EUH, routing.first_G1, tiles.of(block), block, transposed=False)
+    block, of_rows, matrices = blocks.input_gradient, routing.first_G1, experts.gate_up_EUH
+    low_rank = low_rank_rows(experts.low_rank[0], dh_PU, tiles, block, None, back=True)
+    return grouped_gemm(dh_PU, matrices, of_rows, tiles.of(block), block, transposed=False, low_rank=low_rank)
 
 
 # --- as one op that autograd, torch.compile and checkpoints know ------------------------------------------------

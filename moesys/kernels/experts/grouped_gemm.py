@@ -15,8 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from moesys.kernels.experts.products import (
+    LowRankRows,
     dot,
     matrices_by_tma,
+    plus_low_rank,
     readable_by_tma,
     rounded,
     rows_by_matrix,
@@ -36,8 +38,11 @@ def grouped_gemm(
     block: TileConfig,
     *,
     transposed: bool,
+    low_rank: LowRankRows | None = None,
+    gather: tuple[Tensor, int] | None = None,
 ) -> Tensor:
-    """Returns out [P, N]: row p is ``rows[p] @ matrices[g]`` for the group g that it lies in.
+    """Returns out [P, N]: row p is ``rows[p] @ matrices[g]`` for the group g that it lies in, plus its ``low_rank``
+    product. With ``gather``, entries int32 [P] and K, row p is ``rows[entries[p] // K]``.
 
     ``matrices`` are [E, L, N], or [E, N, L] where they are ``transposed`` for the product; each is contiguous, and
     between two of them may be a gap. Sums are float32 and rounded
@@ -53,14 +58,16 @@ def grouped_gemm(
     tiles.require(block)
     require_contiguous(rows=rows_PL)
     require_matrices(matrices=matrices)
-    P, L = rows_PL.shape
+    entry_P, top_k = gather or (None, 1)
+    P, L = len(rows_PL if entry_P is None else entry_P), rows_PL.shape[1]
     N = matrices.shape[1 if transposed else 2]
     out_PN = torch.empty(P, N, dtype=rows_PL.dtype, device=rows_PL.device)
     groups, E = RowGroups(first_G1, tiles), len(matrices)
-    sizes = GemmSizes(L, N, matrices.stride(0), transposed)
-    options = block.options() if readable_by_tma(rows_PL, matrices) else block.options("pointers")
+    sizes = GemmSizes(L, N, matrices.stride(0), transposed, top_k)
+    operands = block.operands if entry_P is None and readable_by_tma(rows_PL, matrices) else "pointers"
+    arguments = (rows_PL, entry_P, matrices, low_rank, groups, out_PN, P, E, sizes)
     launch = _grouped_gemm[(block.num_programs(rows_PL.device),)]
-    run_with_descriptors(lambda: launch(rows_PL, matrices, groups, out_PN, P, E, sizes, **options), rows_PL.device)
+    run_with_descriptors(lambda: launch(*arguments, **block.options(operands, low_rank)), rows_PL.device)
     return out_PN
 
 
@@ -71,11 +78,12 @@ class GemmSizes(NamedTuple):
     N: int
     matrix_stride: int
     transposed: bool
+    top_k: int
 
 
 @kernel(do_not_specialize=["P", "E"])
 def _grouped_gemm(  # type: ignore[no-untyped-def]
-    rows, matrices, groups, out_ptr, P, E, sizes: tl.constexpr, tiling: tl.constexpr
+    rows, entry_ptr, matrices, low_rank, groups, out_ptr, P, E, sizes: tl.constexpr, tiling: tl.constexpr
 ):
     L: tl.constexpr = sizes.L
     N: tl.constexpr = sizes.N
@@ -106,6 +114,9 @@ def _grouped_gemm(  # type: ignore[no-untyped-def]
         if pointers:
             # Rows that a tile lacks are computed from another's operands, and not stored.
             left_row = rows + row.to(tl.int64) * L + tl.minimum(in_rows, num_rows - 1)[:, None] * L
+            if entry_ptr is not None:
+                entry = tl.load(entry_ptr + row + tl.minimum(in_rows, num_rows - 1))
+                left_row = rows + (entry // sizes.top_k).to(tl.int64)[:, None] * L
             base = matrices + matrix.to(tl.int64) * matrix_stride
             out = rows_by_matrix(left_row, base, column, L, N, transposed, tiling)
         else:
@@ -117,6 +128,7 @@ def _grouped_gemm(  # type: ignore[no-untyped-def]
                 else:
                     right = matrices.load([matrix, start, column]).reshape(tiling.contraction, tiling.columns)
                 out = dot(left, right, out)
+        out = plus_low_rank(out, low_rank, row, num_rows, matrix, column, N, 1, transposed, tiling)
 
         mask = (in_rows < num_rows)[:, None] & (column + in_columns < N)[None, :]
         out_tile = out_ptr + row.to(tl.int64) * N + column + in_rows[:, None] * N + in_columns[None, :]

@@ -62,6 +62,15 @@ class Side(NamedTuple):
     limit: Any
 
 
+class LowRankRows(NamedTuple):
+    """What LoRA adds to a product: rows [P, r] in order of groups, times the matrix of their group, which lies as that
+    of the product does: [r, N], or [N, r] where that is transposed. r is a multiple of 16, and that of the ``tiling``.
+    """
+
+    rows_PR: Any
+    matrices: Any
+
+
 class Gather(NamedTuple):
     """The side of an outer product that is read by token, and the number of choices of a token."""
 
@@ -115,6 +124,32 @@ def rows_by_tiles(  # type: ignore[no-untyped-def]
         right_tile += right_step
         out = dot(left, right, out)
     return out
+
+
+@triton.jit
+def plus_low_rank(  # type: ignore[no-untyped-def]
+    total, low_rank, row, num_rows, matrix, column, N: tl.constexpr, halves: tl.constexpr, transposed: tl.constexpr,
+    tiling: tl.constexpr,
+):  # fmt: skip
+    """Returns a float32 tile of a product plus that of ``LowRankRows``; of a matrix with ``halves`` of N columns, the
+    tile has ``tiling.columns`` of each. Returns ``total`` where ``low_rank`` is None.
+    """
+    if low_rank is None:
+        return total
+    else:
+        rank: tl.constexpr = tiling.rank
+        step = tl.arange(0, 16)
+        # Rows and columns that a tile lacks are its last ones, so that no mask is needed.
+        of_row = row + tl.minimum(tl.arange(0, tiling.rows), num_rows - 1)
+        of_column = tl.arange(0, halves * tiling.columns)
+        of_column = tl.minimum(column + of_column % tiling.columns, N - 1) + of_column // tiling.columns * N
+        left = low_rank.rows_PR + of_row.to(tl.int64)[:, None] * rank + step[None, :]
+        right = low_rank.matrices + matrix.to(tl.int64) * (halves * N * rank)
+        along: tl.constexpr = 1 if transposed else halves * N
+        right += of_column[None, :] * (rank if transposed else 1) + step[:, None] * along
+        for start in tl.static_range(0, rank, 16):
+            total = dot(tl.load(left + start), tl.load(right + start * along), total)
+        return total
 
 
 @triton.jit

@@ -66,6 +66,8 @@ class Tiling(NamedTuple):
     raster: int
     stages: int
     operands: Operands
+    # Of what LoRA adds to a product.
+    rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -111,10 +113,13 @@ class TileConfig:
         """Returns the number of resident programs on ``device``."""
         return self.programs or self.resident * usual_programs(device)
 
-    def options(self, operands: Operands | None = None) -> dict[str, Any]:
-        """Returns the options of a grouped GEMM's launch; ``operands`` replaces those of the configuration."""
+    def options(self, operands: Operands | None = None, low_rank: Any = None) -> dict[str, Any]:
+        """Returns the options of a grouped GEMM's launch; ``operands`` replaces those of the configuration.
+        ``low_rank``: what LoRA adds to the product (``LowRankRows``).
+        """
+        rank = 0 if low_rank is None else low_rank.rows_PR.shape[1]
         return {
-            "tiling": self.tiling._replace(operands=operands or self.operands),
+            "tiling": self.tiling._replace(operands=operands or self.operands, rank=rank),
             "num_warps": self.warps,
             "num_stages": self.stages,
             "enable_fp_fusion": True,

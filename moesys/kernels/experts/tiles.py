@@ -137,13 +137,13 @@ class RowTiles:
     """The ``Tiles`` of the same rows for several GEMMs: those whose blocks have as many rows share a table."""
 
     def __init__(self, first_G1: Tensor, num_rows: int) -> None:
-        self._first_G1, self._num_rows = first_G1, num_rows
+        self.first_G1, self._num_rows = first_G1, num_rows
         self._tiles: dict[int, Tiles] = {}
 
     def of(self, block: TileConfig) -> Tiles:
         """Returns the table for ``block.rows``, which is made in the first call."""
         if block.rows not in self._tiles:
-            self._tiles[block.rows] = tile_table(self._first_G1, self._num_rows, block.rows)
+            self._tiles[block.rows] = tile_table(self.first_G1, self._num_rows, block.rows)
         return self._tiles[block.rows]
 
 

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from moesys.kernels.experts.activations import GATED, activate, activate_one
 from moesys.kernels.experts.products import (
+    LowRankRows,
     dot,
     halves_by_tma,
     left_step,
+    plus_low_rank,
     readable_by_tma,
     rounded,
     rows_by_tiles,
@@ -39,8 +41,10 @@ def up(
     top_k: int,
     activation: str,
     block: TileConfig,
+    low_rank: LowRankRows | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (h [P, U], a [P, I]): row p of h is ``gate_up[g] @ x[entry_P[p] // K]``, a its activation.
+    """Returns (h [P, U], a [P, I]): row p of h is ``gate_up[g] @ x[entry_P[p] // K]``, plus its ``low_rank`` product,
+    and a its activation.
 
     The gather is part of the product, no gathered copy of x is written. Sums are float32; h is rounded once to the
     dtype of x (float32, float16 or bfloat16, that of the weights too), and a is the activation, in float32, of the
@@ -67,20 +71,21 @@ def up(
     a_PI = torch.empty(P, I, dtype=x_TH.dtype, device=x_TH.device)
     operands = block.operands if readable_by_tma(x_TH, gate_up_EUH) and P else "pointers"
     x = gather_rows(x_TH, routing.entry_P, routing.first_G1, top_k) if operands == "specialised" else x_TH
-    rows, groups = UpRows(routing.entry_P, h_PU, a_PI), RowGroups(routing.first_G1, tiles)
+    rows, groups = UpRows(routing.entry_P, h_PU, a_PI, low_rank), RowGroups(routing.first_G1, tiles)
     sizes = UpSizes(H, I, top_k, gate_up_EUH.stride(0), activation, 2 if gated else 1)
     arguments = (x, gate_up_EUH, rows, groups, P, num_matrices, sizes)
     launch = _up[(block.num_programs(x_TH.device),)]
-    run_with_descriptors(lambda: launch(*arguments, **block.options(operands)), x_TH.device)
+    run_with_descriptors(lambda: launch(*arguments, **block.options(operands, low_rank)), x_TH.device)
     return h_PU, a_PI
 
 
 class UpRows(NamedTuple):
-    """The choice of each row, and the tensors that the kernel writes: see ``up``."""
+    """The choice of each row, the tensors that the kernel writes, and what is added to h: see ``up``."""
 
     entry_P: Tensor
     h_PU: Tensor
     a_PI: Tensor
+    low_rank: LowRankRows | None
 
 
 class UpSizes(NamedTuple):
@@ -135,6 +140,7 @@ def _up(  # type: ignore[no-untyped-def]
                 weight = weights.load([matrix, 0, column, start])
                 weight = weight.reshape(halves * tiling.columns, tiling.contraction).T
                 h = dot(left, weight, h)
+        h = plus_low_rank(h, rows.low_rank, row, num_rows, matrix, column, I, halves, True, tiling)
         base = row.to(tl.int64)
         store_activations(h, rows.h_PU + base * U, rows.a_PI + base * I, num_rows, column, I, activation, halves)
 

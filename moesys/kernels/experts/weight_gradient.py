@@ -68,15 +68,16 @@ class RowBlocks(NamedTuple):
 class WeightGradients(NamedTuple):
     """Both sides of two weight gradients, rows [N, width] of this rank in order of groups, and where they go.
 
-    ``up``: dh by x into [G, U, H]; ``down``: dy by weighted activations into [G, H, I].
+    ``up``: dh by x into [G, U, H]; ``down``: dy by weighted activations into [G, H, I]; None where the gradients of
+    matrices are not computed.
     """
 
     dh_NU: Tensor
     x_NH: Tensor
-    dgate_up_GUH: Tensor
+    dgate_up_GUH: Tensor | None
     dy_NH: Tensor
     wa_NI: Tensor
-    ddown_GHI: Tensor
+    ddown_GHI: Tensor | None
 
 
 def weight_gradient(

@@ -19,9 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesys.kernels.experts.products import rounded, rows_by_matrix
+from moesys.kernels.experts.experts import ExpertMatrices, low_rank_rows
+from moesys.kernels.experts.products import LowRankRows, plus_low_rank, rounded, rows_by_matrix
 from moesys.kernels.experts.tile_config import TileConfig, TileConfigs, Tiling
-from moesys.kernels.experts.tiles import tile_of
+from moesys.kernels.experts.tiles import RowTiles, tile_of
 from moesys.kernels.experts.weight_gradient import OuterProduct, WeightGradients, store_outer_product
 from moesys.kernels.launch import kernel
 from moesys.kernels.mega.arguments import MegaMemory, MegaRows
@@ -59,7 +60,8 @@ class CombineRows(NamedTuple):
     """The rows that are multiplied, the matrices, and the places of the product's rows.
 
     ``out_NH``: the products until push tasks send them, None without such tasks; ``out_TH``: their sums.
-    ``weight_TK``: the routing weights, None for 1; ``partial_NS``: see ``dispatch_activation_gradient``.
+    ``weight_TK``: the routing weights, None for 1; ``partial_NS``: see ``dispatch_activation_gradient``. ``low_rank``:
+    what LoRA adds to the product.
     """
 
     rows_NL: Tensor
@@ -68,6 +70,7 @@ class CombineRows(NamedTuple):
     out_TH: Tensor
     weight_TK: Tensor | None = None
     partial_NS: Tensor | None = None
+    low_rank: LowRankRows | None = None
 
 
 class MegaOuterSizes(NamedTuple):
@@ -118,13 +121,13 @@ def down_combine(
     memory: MegaMemory,
     rows: MegaRows,
     a_NI: Tensor,
-    down: Tensor,
+    experts: ExpertMatrices,
     weight_TK: Tensor,
     block: TileConfig,
     point: MegaPoint,
 ) -> Tensor:
     """Returns y [T, H]: each token's rows by ``down``, wherever they are, times its routing weights (float32)."""
-    data = _combined(memory, rows, a_NI, down, point)._replace(weight_TK=weight_TK)
+    data = _combined(memory, rows, a_NI, experts, block, point, back=False)._replace(weight_TK=weight_TK)
     _launch(memory, rows, data, True, None, block, block, point)
     return data.out_TH
 
@@ -133,15 +136,16 @@ def input_gradient_combine(
     memory: MegaMemory,
     rows: MegaRows,
     dh_NU: Tensor,
-    gate_up: Tensor,
+    experts: ExpertMatrices,
     partial_NS: Tensor,
     gradients: WeightGradients | None,
     blocks: TileConfigs,
     point: MegaPoint,
 ) -> Tensor:
     """Returns dx [T, H]; writes ``gradients`` where there are any."""
-    data = _combined(memory, rows, dh_NU, gate_up, point)._replace(partial_NS=partial_NS)
-    _launch(memory, rows, data, False, gradients, blocks.input_gradient, blocks.weight_gradient, point)
+    block = blocks.input_gradient
+    data = _combined(memory, rows, dh_NU, experts, block, point, back=True)._replace(partial_NS=partial_NS)
+    _launch(memory, rows, data, False, gradients, block, blocks.weight_gradient, point)
     return data.out_TH
 
 
@@ -157,10 +161,22 @@ def routing_weight_gradients(memory: MegaMemory, rows: MegaRows) -> Tensor:
     return torch.where(rows.exchange.replica_TK >= 0, dweight_TK, 0.0)
 
 
-def _combined(memory: MegaMemory, rows: MegaRows, rows_NL: Tensor, matrices: Tensor, point: MegaPoint) -> CombineRows:
+def _combined(
+    memory: MegaMemory,
+    rows: MegaRows,
+    rows_NL: Tensor,
+    experts: ExpertMatrices,
+    block: TileConfig,
+    point: MegaPoint,
+    *,
+    back: bool,
+) -> CombineRows:
     H, T = memory.heap.layout.regions["x"].shape[1], len(rows.exchange.replica_TK)
     out_NH = rows_NL.new_empty(len(rows_NL), H) if point.combine_share > 0 or not fuses(point, "combine") else None
-    return CombineRows(rows_NL, matrices, out_NH, rows_NL.new_empty(T, H))
+    tiles, pair = RowTiles(rows.exchange.first_G1, len(rows_NL)), experts.low_rank[0 if back else 1]
+    thin = low_rank_rows(pair, rows_NL, tiles, block, None, back=back)
+    matrices = experts.gate_up_EUH if back else experts.down_EHI
+    return CombineRows(rows_NL, matrices, out_NH, rows_NL.new_empty(T, H), low_rank=thin)
 
 
 def _launch(
@@ -210,9 +226,8 @@ def _launch(
             push_columns=PUSH_COLUMNS,
             copy_columns=columns_at_once(block.rows, data.out_TH, block),
         )
-        _mega_combine[(programs_at(point, heap),)](
-            memory.launch(name, most_tasks), rows, data, gradients, T, num_groups, sizes=sizes, **launch_options(block)
-        )
+        arguments = (memory.launch(name, most_tasks), rows, data, gradients, T, num_groups)
+        _mega_combine[(programs_at(point, heap),)](*arguments, sizes=sizes, **launch_options(block, data.low_rank))
 
 
 def _outer_sizes(gradients: WeightGradients, block: TileConfig, outer: TileConfig) -> MegaOuterSizes:
@@ -291,6 +306,8 @@ def _mega_combine(  # type: ignore[no-untyped-def]
                 left_row = data.rows_NL + row.to(tl.int64) * L + (tl.minimum(in_rows, num_rows - 1) * L)[:, None]
                 column = column_tile * tiling.columns
                 out = rows_by_matrix(left_row, matrix, column, L, H, sizes.transposed, tiling)
+                transposed: tl.constexpr = sizes.transposed
+                out = plus_low_rank(out, data.low_rank, row, num_rows, group, column, H, 1, transposed, tiling)
                 out = rounded(out, dtype)
                 if sizes.apart:
                     out_row = data.out_NH + row.to(tl.int64) * H + in_rows * H

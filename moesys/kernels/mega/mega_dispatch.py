@@ -22,9 +22,10 @@ from torch import Tensor
 
 from moesys.kernels.experts.activation_gradient import SUM_COLUMNS, Epilogue, GradientRows, store_gradients
 from moesys.kernels.experts.activations import GATED
-from moesys.kernels.experts.products import rows_by_matrix
+from moesys.kernels.experts.experts import ExpertMatrices, low_rank_rows
+from moesys.kernels.experts.products import LowRankRows, plus_low_rank, rows_by_matrix
 from moesys.kernels.experts.tile_config import TileConfig
-from moesys.kernels.experts.tiles import tile_of
+from moesys.kernels.experts.tiles import RowTiles, tile_of
 from moesys.kernels.experts.up import rows_by_halves, store_activations
 from moesys.kernels.launch import kernel
 from moesys.kernels.mega.arguments import MegaMemory, MegaRows, raise_or_count
@@ -41,7 +42,7 @@ class DispatchRows(NamedTuple):
 
     ``rows_NH``: those that are pulled. ``wide_NU``, ``narrow_NI``: h and its activation; backward, the gradient of h
     and the weighted activation. Of backward alone: ``h_NU``, ``weight_N``, ``partial_NS`` (``activation_gradient``);
-    ``x_NH``: rows of x, where they are pulled again.
+    ``x_NH``: rows of x, where they are pulled again. ``low_rank``: what LoRA adds to the product.
     """
 
     rows_NH: Tensor
@@ -52,6 +53,7 @@ class DispatchRows(NamedTuple):
     weight_N: Tensor | None = None
     partial_NS: Tensor | None = None
     x_NH: Tensor | None = None
+    low_rank: LowRankRows | None = None
 
 
 class DispatchSizes(NamedTuple):
@@ -75,24 +77,24 @@ class DispatchSizes(NamedTuple):
 
 
 def dispatch_up(
-    memory: MegaMemory, rows: MegaRows, gate_up: Tensor, activation: str, block: TileConfig, point: MegaPoint
+    memory: MegaMemory, rows: MegaRows, experts: ExpertMatrices, block: TileConfig, point: MegaPoint
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (x [N, H], h [N, U], a [N, I]) of the rows that come here, from region ``x`` of every rank; see
-    ``up``.
+    """Returns (x [N, H], h [N, U], a [N, I]) of the rows that come here, from region ``x`` of every rank; see ``up``.
+    LoRA makes two launches of one, as its products of rank r come between fetches and products.
     """
+    gate_up = experts.gate_up_EUH
     _, U, H = gate_up.shape
-    widths = (H, U, U // 2 if GATED[activation] else U)
+    widths = (H, U, U // 2 if GATED[experts.activation] else U)
     x_NH, h_NU, a_NI = (gate_up.new_empty(len(rows.entry_N), width) for width in widths)
-    _launch(memory, rows, DispatchRows(x_NH, gate_up, h_NU, a_NI), activation, block, point)
+    _launch(memory, rows, DispatchRows(x_NH, gate_up, h_NU, a_NI), experts, block, point)
     return x_NH, h_NU, a_NI
 
 
 def dispatch_activation_gradient(
     memory: MegaMemory,
     rows: MegaRows,
-    down: Tensor,
+    experts: ExpertMatrices,
     h_NU: Tensor,
-    activation: str,
     block: TileConfig,
     point: MegaPoint,
     x_again: bool,
@@ -101,6 +103,7 @@ def dispatch_activation_gradient(
     gradients), from regions ``x`` and ``weight`` of every rank; see ``activation_gradient``. The last result is rows
     [N, H] of region ``x_again``, which are pulled together with those of dy, or None.
     """
+    down = experts.down_EHI
     _, H, I = down.shape
     N = len(rows.entry_N)
     dy_NH, dh_NU, wa_NI = (down.new_empty(N, width) for width in (H, h_NU.shape[1], I))
@@ -109,21 +112,22 @@ def dispatch_activation_gradient(
     partial_NS = torch.empty(N, num_sums, dtype=torch.float32, device=down.device)
     x_NH = torch.empty_like(dy_NH) if x_again else None
     data = DispatchRows(dy_NH, down, dh_NU, wa_NI, h_NU, weight_N, partial_NS, x_NH)
-    _launch(memory, rows, data, activation, block, point)
+    _launch(memory, rows, data, experts, block, point)
     return dy_NH, dh_NU, wa_NI, partial_NS, x_NH
 
 
 def _launch(
-    memory: MegaMemory, rows: MegaRows, data: DispatchRows, activation: str, block: TileConfig, point: MegaPoint
+    memory: MegaMemory, rows: MegaRows, data: DispatchRows, experts: ExpertMatrices, block: TileConfig, point: MegaPoint
 ) -> None:
-    tiles, I = rows.tiles.tiles, data.narrow_NI.shape[1]
+    tiles, I, back = rows.tiles.tiles, data.narrow_NI.shape[1], data.h_NU is not None
+    pair, activation = experts.low_rank[back], experts.activation
     tiles.require(block)
     by_expert = point.granularity == "expert"
     if block.rows % point.fetch_rows:
         raise ValueError(f"fetch_rows={point.fetch_rows} does not divide {block.rows} rows of a tile; use a divisor")
     most_fetches = len(tiles.group_M) * (block.rows // point.fetch_rows)
     memory.require(most_fetches, len(rows.exchange.replicas.own_G), 0, 0)
-    name = "dispatch_up" if data.h_NU is None else "dispatch_activation_gradient"
+    name = "dispatch_activation_gradient" if back else "dispatch_up"
     most_products = len(tiles.group_M) * triton.cdiv(I, block.columns)
     sizes = DispatchSizes(
         H=data.rows_NH.shape[1],
@@ -139,14 +143,18 @@ def _launch(
         fetch_columns=columns_at_once(point.fetch_rows, data.rows_NH, block),
     )
     # Fetches and products: in one launch, or in one each.
-    for fetch, multiply in ((True, True),) if fuses(point, "dispatch") else ((True, False), (False, True)):
+    fused = fuses(point, "dispatch") and pair is None
+    for fetch, multiply in ((True, True),) if fused else ((True, False), (False, True)):
+        if not fetch:
+            row_tiles = RowTiles(rows.exchange.first_G1, len(rows.entry_N))
+            data = data._replace(low_rank=low_rank_rows(pair, data.rows_NH, row_tiles, block, None, back=back))
         _mega_dispatch[(programs_at(point, memory.heap),)](
             memory.launch(name, fetch * most_fetches + multiply * most_products),
             rows,
             _needed_tiles(rows.tiles, block.raster) if by_expert else None,
             data,
             sizes=sizes._replace(fetch=fetch, multiply=multiply),
-            **launch_options(block),
+            **launch_options(block, data.low_rank),
         )
 
 
@@ -215,9 +223,11 @@ def _mega_dispatch(  # type: ignore[no-untyped-def]
             wide_row, narrow_row = data.wide_NU + base * U, data.narrow_NI + base * I
             if data.h_NU is None:
                 h = rows_by_halves(left_row, matrix, column, H, I, halves, tiling)
+                h = plus_low_rank(h, data.low_rank, row, num_rows, group, column, I, halves, True, tiling)
                 store_activations(h, wide_row, narrow_row, num_rows, column, I, activation, halves)
             else:
                 da = rows_by_matrix(left_row, matrix, column, H, I, False, tiling)
+                da = plus_low_rank(da, data.low_rank, row, num_rows, group, column, I, 1, False, tiling)
                 weight = tl.load(data.weight_N + row + in_rows)
                 num_sums: tl.constexpr = (I + epilogue.sum_columns - 1) // epilogue.sum_columns
                 partial_row = data.partial_NS + base * num_sums

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moesys.kernels.experts.activation_gradient import SUM_COLUMNS
 from moesys.kernels.experts.activations import GATED
+from moesys.kernels.experts.products import LowRankRows
 from moesys.kernels.experts.tile_config import (
     THREADS_OF_WARP,
     TileConfig,
@@ -141,6 +142,6 @@ def parts_of(share: float) -> int:
     return round(share * WHOLE.value)
 
 
-def launch_options(block: TileConfig) -> dict[str, Any]:
+def launch_options(block: TileConfig, low_rank: LowRankRows | None) -> dict[str, Any]:
     """Returns the options of a launch of ``block``, whose one program per multiprocessor has all registers."""
-    return block.options() | all_registers(block.warps)
+    return block.options(low_rank=low_rank) | all_registers(block.warps)
