@@ -177,7 +177,7 @@ def write_gradients(
         largest_S5 = functional.pad(largest_by_slot(groups.first_G1, *of_tokens, *of_rows), (0, 1))
         grids_SN = sums.agree(largest_S5, None if adapters is None else adapters.bounds_E4())
         found = [RowBlocks(sums.block_rows, each.contiguous()) for each in grids_SN.unbind(dim=1)]
-        row_blocks = [*found[:2], *(found[4:] or [None] * 4)]
+        row_blocks = [*found[:2], *(found[4:] or row_blocks[2:])]
     factors = weight_gradients(groups, sides, top_k, experts, blocks, row_blocks)
     if adapters is not None:
         adapters.add(factors)

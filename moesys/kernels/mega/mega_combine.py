@@ -231,14 +231,16 @@ def _launch(
 
 
 def _outer_sizes(gradients: WeightGradients, block: TileConfig, outer: TileConfig) -> MegaOuterSizes:
-    (_, U, H), (_, _, I) = gradients.dgate_up_GUH.shape, gradients.ddown_GHI.shape
+    gate_up, down = gradients.dgate_up_GUH, gradients.ddown_GHI
+    assert gate_up is not None
+    assert down is not None
+    (_, U, H), I = gate_up.shape, down.shape[2]
 
     def tiles(left: int, right: int) -> int:
         return triton.cdiv(left, outer.rows) * triton.cdiv(right, outer.columns)
 
     tiling = block.tiling._replace(rows=outer.rows, columns=outer.columns, contraction=outer.contraction)
-    strides = gradients.dgate_up_GUH.stride(0), gradients.ddown_GHI.stride(0)
-    return MegaOuterSizes(U, H, I, *strides, tiles(U, H), tiles(H, I), tiling)
+    return MegaOuterSizes(U, H, I, gate_up.stride(0), down.stride(0), tiles(U, H), tiles(H, I), tiling)
 
 
 @kernel(do_not_specialize=["num_tokens", "num_groups"])
