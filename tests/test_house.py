@@ -49,7 +49,7 @@ BUDGETS = {
     "moesys/config": Budget(2_132, 13),
     "moesys, ground files": Budget(2_432, 17),
     "moesys/kernels": Budget(4_886, 39),
-    "moesys/balance": Budget(5_466, 37),
+    "moesys/balance": Budget(5_467, 37),
     "moesys/overlap": Budget(2_847, 15),
     "moesys/moe": Budget(4_497, 22),
     "moesys/simulator": Budget(2_240, 12),
@@ -62,7 +62,7 @@ BUDGETS = {
     "experiments": Budget(1_507, 16),
     "tests": Budget(43_028, 319),
 }
-TOTAL = Budget(37_412, 239)
+TOTAL = Budget(37_413, 239)
 OUTSIDE = ("benchmarks", "experiments", "tests")
 
 

@@ -39,7 +39,8 @@ class EvenSplit(Split):
         which is slot ``turn`` mod c: the original always begins at slot 0. Two slots of an expert on one rank count
         twice. Source: laer-moe, fused_kernel.py. P filled slots, N nodes.
         """
-        load, layout = problem.load, problem.layout_in_force
+        load, layout = problem.load, problem.layout
+        assert layout is not None, "tokens are split over a layout, and the problem has none"
         num_experts = load.tokens_RE.shape[1]
         rank_P, slot_P = np.nonzero(layout.expert_RS != EMPTY)
         expert_P = layout.expert_RS[rank_P, slot_P]

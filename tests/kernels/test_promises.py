@@ -60,7 +60,7 @@ def test_nor_do_sums_that_show_no_layout() -> None:
     gradients = ExpertGradients(*(torch.empty_like(of, dtype=torch.float64) for of in (gate_up, down)))
 
     class Held:
-        stacked = staticmethod(lambda: (gate_up, down))
+        stacked, adapters = staticmethod(lambda: (gate_up, down)), None
 
     sums = BlockSums(16, tuple(range(E)), routing.first_G1.diff(), channel, pytest.fail)
     executor = SingleRankRun(routing, sums)
