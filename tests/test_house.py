@@ -48,9 +48,9 @@ PACKAGES = {
 BUDGETS = {
     "moesys/config": Budget(2_132, 13),
     "moesys, ground files": Budget(2_432, 17),
-    "moesys/kernels": Budget(4_886, 39),
+    "moesys/kernels": Budget(4_885, 39),
     "moesys/balance": Budget(5_467, 37),
-    "moesys/overlap": Budget(2_847, 15),
+    "moesys/overlap": Budget(2_848, 15),
     "moesys/moe": Budget(4_497, 22),
     "moesys/simulator": Budget(2_240, 12),
     "moesys/tuner": Budget(853, 6),

@@ -89,11 +89,9 @@ class Adapters(NamedTuple):
 
     def stacked(self, dtype: torch.dtype) -> tuple[LowRank | None, LowRank | None]:
         """Returns what ``up`` and ``down`` have in each slot, in ``dtype``."""
-
-        def of_slots(factor: Tensor) -> Tensor:
-            return factor.index_select(0, to_device(self.expert_S, factor.device)).to(dtype)
-
-        up, down = (pair and LowRank(*map(of_slots, pair)) for pair in (self.up, self.down))
+        pairs = self.up, self.down
+        expert_S = to_device(self.expert_S, next(pair for pair in pairs if pair).inward.device)
+        up, down = (pair and LowRank(*(each.index_select(0, expert_S).to(dtype) for each in pair)) for pair in pairs)
         return up, down
 
     def on_meta(self) -> Adapters:
@@ -108,10 +106,11 @@ class Adapters(NamedTuple):
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Adds the gradients of the factors in each slot, inward and outward of up and of down."""
+        expert_S = to_device(self.expert_S, next(each for each in gradients if each is not None).device)
         for total, gradient in zip(self.gradients, gradients, strict=True):
             if total is not None and gradient is not None:
                 # The second slot of an expert has zeros.
-                total.index_add_(0, to_device(self.expert_S, total.device), gradient.to(total.dtype))
+                total.index_add_(0, expert_S, gradient.to(total.dtype))
 
     def bounds_E4(self) -> Tensor:
         """Returns by how much larger than a gradient of ``up`` or ``down`` those of its inward and outward factors can

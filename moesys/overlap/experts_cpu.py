@@ -252,7 +252,7 @@ class CpuBackward(_Pass):
             for part in range(2)
         ]
         wanted = (up.gradient, down.gradient, up.bias_gradient, down.bias_gradient, *of_factors)
-        # By slot.
+        # Each kind has a gradient for each slot.
         self.gradients = {kind: of for kind, of in zip(KINDS, wanted, strict=True) if of is not None}
         self.used_slots: set[int] = set()
         # One chunk has all rows of an expert at once, so products that are no sums of blocks are not kept for later.

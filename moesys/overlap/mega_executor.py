@@ -391,7 +391,7 @@ class MegaKernelRun:
                 x_NH = saved.arrivals_MH if x_NH is None else x_NH
                 outer = WeightGradients(dh_NU, x_NH, gradients.gate_up, dy_NH, wa_NI, gradients.down)
                 if point.overlap_weight_gradients and gradients.gate_up is not None:
-                    # Those of adapters are left, which are launches of their own.
+                    # The gradients of adapters are still to be written, by launches of their own.
                     fused, outer = outer, outer._replace(dgate_up_GUH=None, ddown_GHI=None)
             with stage("input gradient and combine", device):
                 dx_TH = input_gradient_combine(memory, rows, dh_NU, experts, partial_NS, fused, blocks, point)

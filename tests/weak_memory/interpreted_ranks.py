@@ -87,7 +87,7 @@ class Schedule:
         self._lent: list[Segment] = []
         self._come = self._met = 0
         self._heaps: list[list[Heap]] = []
-        # What each rank has been given of them.
+        # Each rank has been given these of them, in the order of the arenas.
         self._given: list[list[weakref.ref[Heap]]] = [[] for _ in range(num_ranks)]
 
     def new_stream(self, name: str, rank: int, side: int) -> Agent:

@@ -135,9 +135,8 @@ def experts_backward(
         del sides
     # Before the gradient of the rows of x is made, so that memory never holds both.
     del wa_PI
-    return combine(
-        input_gradient(dh_PU, routing, tiles, experts, blocks), routing.row_TK, None, dh_PU.dtype
-    ), dweight_TK
+    dx_PH = input_gradient(dh_PU, routing, tiles, experts, blocks)
+    return combine(dx_PH, routing.row_TK, None, dh_PU.dtype), dweight_TK
 
 
 def weight_gradients(

@@ -66,7 +66,7 @@ class Tiling(NamedTuple):
     raster: int
     stages: int
     operands: Operands
-    # Of what LoRA adds to a product.
+    # The rank of LoRA's factors, as kernels read them; 0 without LoRA.
     rank: int = 0
 
 
