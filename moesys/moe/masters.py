@@ -326,33 +326,38 @@ class OwnMasters(Masters):
     def expect_gradient(self, *, late: bool) -> None:
         hide_backward(self._parameter, hide=late)
 
-    @torch.no_grad()
     def accumulate_gradient(self, gradients: Sequence[Tensor]) -> None:
-        self.expect_gradient(late=False)
         parameter, gradient = self._parameter, gradients[0]
         if gradient.shape == local_part(parameter).shape:
             gradient = self._distributed(gradient)
         elif isinstance(parameter, DTensor):
             # It is of whole experts, where all ranks have slices.
             gradient = of_whole_experts(gradient, parameter)
-        # Autograd calls hooks in the same way. A rank that alone has hooks sends its gradient as late as the others.
-        for hook in hooks_of(parameter):
-            replaced = hook(gradient)
-            gradient = gradient if replaced is None else replaced
-        if parameter.grad is None:
-            parameter.grad = gradient
-        else:
-            if isinstance(gradient, DTensor) and isinstance(parameter.grad, DTensor):
-                parameter.grad = parameter.grad.redistribute(placements=gradient.placements)
-            local_part(parameter.grad).add_(local_part(gradient))
-        for hook in hooks_of(parameter, behind=True):
-            hook(parameter)
+        accumulate(parameter, gradient)
 
     @property
     def _parameter(self) -> nn.Parameter:
         parameter = self._parameters[self._name]
         assert parameter is not None
         return parameter
+
+
+@torch.no_grad()
+def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Adds a gradient that autograd does not add, of which ``hide_backward`` has told, as autograd would."""
+    hide_backward(parameter, hide=False)
+    # Autograd calls hooks in the same way. A rank that alone has hooks sends its gradient as late as the others.
+    for hook in hooks_of(parameter):
+        replaced = hook(gradient)
+        gradient = gradient if replaced is None else replaced
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        if isinstance(gradient, DTensor) and isinstance(parameter.grad, DTensor):
+            parameter.grad = parameter.grad.redistribute(placements=gradient.placements)
+        local_part(parameter.grad).add_(local_part(gradient))
+    for hook in hooks_of(parameter, behind=True):
+        hook(parameter)
 
 
 @cache

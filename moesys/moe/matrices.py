@@ -171,7 +171,12 @@ def _known_matrices(
         if (masters := experts.masters) is not None and masters in names:
             of_flat = partial(_of_flat, shards.form)
             known[masters] = Matrices(names[masters], masters, of_flat, True, True, shards.can_send_whole())
-        for name, kept in {} if outside is None else outside.read().items():
+        read = {} if outside is None else outside.read()
+        # FSDP, where it holds parameters, and AdamW of biases take gradients that lie as parameters do.
+        alone = outside is not None and outside.mean_over is not None and shards.can_send_whole()
+        by_owner = alone and not any(name.endswith("_bias") for name in read)
+        by_owner = by_owner and all(isinstance(each, nn.Parameter) and each in names for each in read.values())
+        for name, kept in read.items():
             for tensor in [kept] if isinstance(kept, Tensor) else kept:
                 turned = tensor not in names and tensor._base is not None
                 parameter: Any = tensor._base if turned else tensor
@@ -186,7 +191,8 @@ def _known_matrices(
                         )
                     interleaved = name == "gate_up" and _is_interleaved(experts)
                     views = partial(_of_part, name, turned != experts.function.transposed, interleaved)
-                    known[parameter] = Matrices(names[parameter], parameter, views, isinstance(kept, Tensor), True)
+                    stacked = isinstance(kept, Tensor)
+                    known[parameter] = Matrices(names[parameter], parameter, views, stacked, True, by_owner)
     for module in model.modules():
         for name, views in module.__dict__.get("moesys_matrices", {}).items():
             if (parameter := module.get_parameter(name)) in names:

@@ -4,8 +4,8 @@ The arithmetic is that of ``torch.optim.Muon`` (momentum, Newton–Schulz iterat
 one that the model multiplies by: gate, up and down of each expert are three, wherever their elements lie. A rank that
 has all of a matrix orthogonalises it. Where ranks have parts of matrices (``Fsep``, FSDP2), each matrix has an owner:
 parts of the update before the iteration travel to it, and parts of the result travel back, each by one all-to-all.
-Parameters, gradients and momentum stay where they are; but of our own masters under ``Fsep``, backward sends gradients
-of whole experts to their owners, where momentum lies too, and only results travel.
+Parameters, gradients and momentum stay where they are; but of experts under ``Fsep`` that FSDP does not hold, backward
+sends gradients of whole experts to their owners, where momentum lies too, and only results travel.
 
 E experts, P parameters of an expert, R ranks; matrices are [out, in].
 """
@@ -109,8 +109,10 @@ class Muon(Optimizer):
         described += [f"{options} {of_adamw} {ns_dtype}", *(f"{self._names[each]} by AdamW" for each in others)]
         self._rounds = _rounds_of([*matrices.values()], _connect(model, matrices.values()), "\n".join(described))
         for experts in experts_of(model):
-            if experts.masters in matrices:
-                experts.store.whole_gradients = matrices[experts.masters].by_owner
+            kept = experts.masters if experts.outside is None else experts.outside.read()["down"]
+            experts.store.whole_gradients = (
+                isinstance(kept, nn.Parameter) and kept in matrices and matrices[kept].by_owner
+            )
 
     def summary(self) -> str:
         """Returns what is trained by what: a line for each group, and below it one for each of its parameters."""

@@ -23,9 +23,10 @@ from torch.distributed.tensor import DTensor
 from moesys.config import ModelShape, Strategy
 from moesys.kernels.cpu.row_invariant_ops import ParameterGradients, row_function
 from moesys.moe.arguments import check_order
-from moesys.moe.masters import ExpertForm, Master, Masters, Part, local_part
+from moesys.moe.masters import ExpertForm, Master, Masters, Part, accumulate, local_part, of_whole_experts
 from moesys.moe.store import ExpertShards
 from moesys.overlap.experts_cpu import SWIGLU, ExpertFunction
+from moesys.torch_private import hide_backward
 
 # The names of parts, in the order of the wire, and those that an expert may have beside ``down``.
 NAMES = ("gate_up", "gate", "up", "down", "gate_up_bias", "gate_bias", "up_bias", "down_bias")
@@ -216,9 +217,22 @@ class OutsideMasters(Masters):
         tensors = [tensor for kept in read.values() for tensor in _each(kept)]
         return not _are_computed(tensors) and not self._misfit(read, made=False)
 
+    def expect_gradient(self, *, late: bool) -> None:
+        # FSDP, where it holds parameters, has hooks of its own in the place of autograd's.
+        if self._outside.mean_over is not None:
+            for parameter in self._tensors(self._outside.read()):
+                hide_backward(parameter, hide=late)
+
     def accumulate_gradient(self, gradients: Sequence[Tensor]) -> None:
-        assert self._outside.add_gradients is not None
-        self._outside.add_gradients(self._as_kept(gradients))
+        self.expect_gradient(late=False)
+        if len(gradients[0]) == self._shards.master_shapes[0][0]:
+            assert self._outside.add_gradients is not None
+            self._outside.add_gradients(self._as_kept(gradients))
+            return
+        # They are of whole experts, where all ranks have slices.
+        for parameter, gradient in zip(self._tensors(self._outside.read()), gradients, strict=True):
+            if parameter.requires_grad:
+                accumulate(parameter, of_whole_experts(mean_of(self._outside.mean_over, gradient), parameter))
 
     def _as_kept(self, by_part: Sequence[Tensor]) -> Parts:
         parts = zip(self._shards.form.parts, by_part, self._counts, strict=True)

@@ -241,7 +241,7 @@ class ShardedExperts(ExpertShards):
 
     def can_send_whole(self) -> bool:
         """Returns whether ``reshard_whole`` is possible: every rank is the owner of as many experts."""
-        plain = type(self) is ShardedExperts and self.flat and self.sharding.reshard == "flat"
+        plain = type(self) is ShardedExperts and self.sharding.reshard == "flat"
         return plain and self.num_ranks > 1 and self.shape.num_experts % self.num_ranks == 0
 
     def reshard_whole(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> ReshardSteps:
@@ -266,7 +266,8 @@ class ShardedExperts(ExpertShards):
         del grads_DP
         yield True
         transfer.wait()
-        return (add_in_order(received, arriving, self.memory.new(received, each, P)),)
+        total_EP = add_in_order(received, arriving, self.memory.new(received, each, P))
+        return (total_EP,) if self.flat else tuple(self.form.views(total_EP).values())
 
     def _reshard_flat(self, grads_DP: Tensor, held: HeldByRank, channel: Channel, detail: str) -> ReshardSteps:
         """Sends gradients by one all-to-all: every rank receives its slice of each gradient of this rank."""

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import SWEEP
-from hf_models import drawn, fsep, lent, text
+from conftest import SWEEP, assert_equal
+from hf_models import drawn, fsep, lent, text, whole
 from muon_oracle import Cut, Oracle, of_transformers
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
+from moesys.moe.experts import experts_of
 
 # gpt-oss has [in, out], gate and up in turns, and biases of experts, which are two-dimensional.
 CUTS: dict[str, Cut] = {
@@ -88,3 +89,38 @@ def test_every_sharding_does_what_torch_does_of_each_matrix(
 ) -> None:
     for errors in ranks.run(trained, family, strategy, sizes, STEPS, num_ranks=num_ranks, timeout_s=150.0):
         assert max(errors.values()) < 1e-6, errors
+
+
+def gradients_of(delayed: bool, muon: bool) -> dict[str, Any]:
+    """Two micro-batches, and a step of AdamW, in a model of which a ``Muon`` was made or not."""
+    model = drawn("qwen3_moe")
+    runtime = ms.parallelize(model, fsep(2, prefetch_layers=int(delayed), delay_reshard=delayed))
+    optimizer = ms.Muon(model) if muon else None
+    down, calls = experts_of(model)[1].outside.read()["down"], []
+    down.register_post_accumulate_grad_hook(lambda parameter: calls.append("accumulated"))
+    for batch in range(2):
+        ids = text(10 * batch + dist.get_rank())
+        model(input_ids=ids, labels=ids).loss.backward()
+    norm = ms.clip_grad_norm_(model, 1.0)
+    found = {
+        "gradient": whole(down.grad).clone(),
+        "norm": norm,
+        "calls": calls,
+        "placements": str(down.grad.placements),
+    }
+    torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False).step()
+    found["parameter"] = whole(down)
+    del optimizer
+    runtime.close()
+    return found
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_gradients_of_whole_experts_are_those_of_slices(ranks: LocalRanks, delayed: bool) -> None:
+    slices = ranks.run(gradients_of, delayed, False, num_ranks=2)
+    wholes = ranks.run(gradients_of, delayed, True, num_ranks=2)
+    for found, wanted in zip(wholes, slices, strict=True):
+        assert (found["placements"], wanted["placements"]) == ("(Shard(dim=0),)", "(Shard(dim=1),)")
+        for what in ("gradient", "norm", "parameter"):
+            assert_equal(found[what], wanted[what], what)
+        assert found["calls"] == wanted["calls"] == ["accumulated"] * 2
