@@ -232,7 +232,10 @@ class OutsideMasters(Masters):
         # They are of whole experts, where all ranks have slices.
         for parameter, gradient in zip(self._tensors(self._outside.read()), gradients, strict=True):
             if parameter.requires_grad:
-                accumulate(parameter, of_whole_experts(mean_of(self._outside.mean_over, gradient), parameter))
+                assert isinstance(parameter, DTensor)
+                assert isinstance(parameter, nn.Parameter)
+                gradient = gradient / (self._outside.mean_over or 1)
+                accumulate(parameter, of_whole_experts(gradient, parameter))
 
     def _as_kept(self, by_part: Sequence[Tensor]) -> Parts:
         parts = zip(self._shards.form.parts, by_part, self._counts, strict=True)
