@@ -394,15 +394,6 @@ def test_a_module_that_cannot_be_imported_is_named(eager: str, capsys: pytest.Ca
         assert ("PYTHONPATH" in error) == (name == "nowhere")
 
 
-@pytest.mark.parametrize("text", ["[" * 10**5, '{"a": ' * 10**5, '{"name": 1', "\xff", ""])
-@pytest.mark.parametrize("suffix", [".toml", ".json"])
-def test_files_that_are_no_declarations_are_named(tmp_path, text, suffix):
-    (path := tmp_path / f"strategy{suffix}").write_bytes(text.encode("latin-1"))
-    message = rf"strategy\{suffix} (declares no strategy|is not {suffix[1:].upper()}|is nested)"
-    with pytest.raises(ValueError, match=message):
-        declared_in(path, ms.Strategy)
-
-
 def test_the_command_line_names_it_by_import_path(file, monkeypatch, capsys):
     monkeypatch.chdir(file.parent)
     named = file.parent / "named_on_the_command_line.py"

@@ -19,38 +19,18 @@ CLUSTERS = [presets.a100, presets.h800, presets.h100, presets.h200, presets.b200
         # Sizes that LAER-MoE's artifact reports.
         (presets.LAER_E8K2, 176.2),
         (presets.LAER_E16K4, 88.1),
-        # 3 x width x hidden size of the models' configuration files.
-        (presets.MIXTRAL_8X7B, 176.2),
-        (presets.DEEPSEEK_V3, 44.0),
-        (presets.QWEN3_30B_A3B, 4.7),
-        (presets.OLMOE_1B_7B, 6.3),
     ],
 )
 def test_experts_have_their_published_size(model, millions):
     assert model.expert_parameters / 1e6 == pytest.approx(millions, abs=0.05)
 
 
-def test_models_agree_with_transformers():
-    from transformers import DeepseekV3Config, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
+def test_coefficients_of_losses_are_those_of_transformers():
+    """What else the models have is compared with their files in ``test_model_spec``."""
+    from transformers import OlmoeConfig, Qwen3MoeConfig
 
-    mixtral, qwen, olmoe, deepseek = MixtralConfig(), Qwen3MoeConfig(), OlmoeConfig(), DeepseekV3Config()
-    for model, published, intermediate_size, num_experts in [
-        (presets.MIXTRAL_8X7B, mixtral, mixtral.intermediate_size, mixtral.num_local_experts),
-        (presets.QWEN3_30B_A3B, qwen, qwen.moe_intermediate_size, qwen.num_experts),
-        # The library's default width is not that of the 1B-7B model, which has 1024.
-        (presets.OLMOE_1B_7B, olmoe, 1024, olmoe.num_experts),
-        (presets.DEEPSEEK_V3, deepseek, deepseek.moe_intermediate_size, deepseek.n_routed_experts),
-    ]:
-        assert model.hidden_size == published.hidden_size
-        assert model.intermediate_size == intermediate_size
-        assert model.num_experts == num_experts
-        assert model.top_k == published.num_experts_per_tok
-        assert model.initializer_range == published.initializer_range
-    for field in ("n_group", "topk_group", "routed_scaling_factor", "n_shared_experts", "norm_topk_prob"):
-        assert getattr(presets.DEEPSEEK_V3, field) == getattr(deepseek, field)
-    assert presets.OLMOE_1B_7B.norm_topk_prob == olmoe.norm_topk_prob
-    assert presets.OLMOE_1B_7B.router_aux_loss_coef == olmoe.router_aux_loss_coef
-    assert presets.QWEN3_30B_A3B.router_aux_loss_coef == qwen.router_aux_loss_coef
+    for model, config in ((presets.OLMOE_1B_7B, OlmoeConfig()), (presets.QWEN3_30B_A3B, Qwen3MoeConfig())):
+        assert model.router_aux_loss_coef == config.router_aux_loss_coef
 
 
 def test_laers_cluster_is_the_one_the_defaults_are_for():

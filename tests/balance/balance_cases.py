@@ -1,6 +1,7 @@
 """Instances that the tests of balance share: any nodes, slots and loads, and one fixed skewed load."""
 
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 from hypothesis import strategies as st
@@ -61,3 +62,12 @@ def zipf_load(num_ranks, num_experts, exponent, tokens_per_rank=4096):
     share_E = np.random.default_rng(1).permutation(1.0 / np.arange(1, num_experts + 1) ** exponent)
     rng = np.random.default_rng(2)
     return LoadMatrix(np.stack([rng.multinomial(tokens_per_rank, share_E / share_E.sum()) for _ in range(num_ranks)]))
+
+
+def every_layout(num_ranks, num_slots, num_experts):
+    """All layouts whose ranks hold ``num_slots`` different experts, or fewer."""
+    rows = [[e for e in range(num_experts) if held >> e & 1] for held in range(1 << num_experts)]
+    rows = [row + [-1] * (num_slots - len(row)) for row in rows if len(row) <= num_slots]
+    for cells in product(rows, repeat=num_ranks):
+        if len(set(np.ravel(cells)) - {-1}) == num_experts:
+            yield ExpertLayout(np.array(cells), num_experts)

@@ -1,11 +1,10 @@
 """CpSat against every layout of tiny instances, its gap on a table of small ones, and its promises on all."""
 
 import os
-from itertools import product
 
 import numpy as np
 import pytest
-from balance_cases import instances, zipf_load
+from balance_cases import every_layout, instances, zipf_load
 from conftest import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +18,6 @@ from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.run_planner import plan_layout, split_tokens
 from moesys.config import ClusterSpec
-from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 
 SWEEP = os.environ.get("MOESYS_SWEEP") == "1"
@@ -140,15 +138,6 @@ def test_cp_sat_keeps_replicas_and_domains(replicas, within, nodes):
     assert keeps(plan.layout, replicas, domain_R)
     assert cost(load, plan.layout, cluster) == best
     assert plan.bound <= best[0]
-
-
-def every_layout(num_ranks, num_slots, num_experts):
-    """All layouts whose ranks hold ``num_slots`` different experts, or fewer."""
-    rows = [[e for e in range(num_experts) if held >> e & 1] for held in range(1 << num_experts)]
-    rows = [row + [-1] * (num_slots - len(row)) for row in rows if len(row) <= num_slots]
-    for cells in product(rows, repeat=num_ranks):
-        if len(set(np.ravel(cells)) - {-1}) == num_experts:
-            yield ExpertLayout(np.array(cells), num_experts)
 
 
 def keeps(layout, replicas, domain_R):

@@ -66,9 +66,9 @@ def test_a_row_has_medians_and_the_largest() -> None:
 def test_the_command_prints_a_table_and_writes_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = replace(CASE, num_ranks=8)
     monkeypatch.setattr(certificates, "CASES", (small,))
-    arguments = ["certificates", "--seeds", "2", "--jobs", "1", "--out", str(tmp_path)]
+    arguments = ["certificates", "--seeds", "1", "--jobs", "1", "--out", str(tmp_path)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "SIMULATED: how far planned layers are from their bounds" in result.output
     [row] = json.loads((tmp_path / "certificates.json").read_text())["rows"]
-    assert row == json.loads(json.dumps(asdict(row_of(small, [certify_case(small, seed) for seed in range(2)]))))
+    assert row == json.loads(json.dumps(asdict(row_of(small, [certify_case(small, 0)]))))

@@ -11,9 +11,7 @@ from typing import Annotated
 import pytest
 import torch
 from torch import Tensor
-from typer.testing import CliRunner
 
-from benchmarks.__main__ import app
 from benchmarks.harness.contest import Case, Contestant, EqualBits, Outcome, hold, of_all_ranks
 from moesys.config import ClusterSpec
 from moesys.lab.runs.statistics import Quantiles
@@ -115,9 +113,3 @@ def test_bits_that_are_missing_differ() -> None:
     assert check("", right) == ""
     assert check("", {"dx": torch.ones(1)}) == ""
     assert check("", {"y": torch.ones(1)}) == "dx differs"
-
-
-def test_help_lists_benches_in_groups() -> None:
-    lines = CliRunner().invoke(app, ["--help"]).output.splitlines()
-    titles = [line.split("─ ")[1].split(" ─")[0] for line in lines if line.startswith("╭─ ")]
-    assert titles == ["Options", "Computing, measured here", "Links, measured here"]

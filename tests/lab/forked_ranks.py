@@ -1,6 +1,7 @@
-"""Trains a linked model on two forked ranks, with plans under way at their end, and prints how each rank ended.
+"""Trains a linked model on two forked ranks, with plans under way at their end, or runs something else in one fork, so
+that what takes seconds to import is there; and prints how each process ended.
 
-``python forked_ranks.py MODE COUNT [MODE COUNT ...]`` prints the exit codes of both ranks, COUNT times each, as JSON.
+``python forked_ranks.py MODE COUNT`` prints the exit codes of all processes, COUNT times, as JSON.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,9 +21,13 @@ from tempfile import mkdtemp
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor
+from runner_cases import EP, FSEP, simulation
 
 import moesys as ms
+from moesys.__main__ import main
 from moesys.balance.run_planner import warm_up
+from moesys.lab.ranks import pool
+from moesys.lab.ranks.pool import LocalRanks
 from moesys.moe.runtime import MoERuntime
 
 SHAPE = ms.ModelShape(hidden_size=16, intermediate_size=8, num_experts=6, top_k=2)
@@ -98,7 +104,41 @@ def raising(rank: int, ended: Path, failing: int) -> None:
         time.sleep(0.05)
 
 
-MODES: dict[str, Callable[[int, Path], None]] = {
+def on_workers(rank: int, ended: Path) -> None:
+    # They begin with the first trial, however little there is to do.
+    pool.ALONE_S = 0.0
+    file, out = ended.with_name("experiment.json"), ended.with_name("runs")
+    file.write_text(simulation(strategies=(EP, FSEP), seeds=(0,)).to_json())
+    sys.argv = ["moesys", "run", str(file), "--out", str(out), "--jobs", "2"]
+    main()
+
+
+def mega_kernels(rank: int, ended: Path) -> None:
+    with LocalRanks(2) as ranks:
+        ranks.run(by_mega_kernel)
+
+
+def by_mega_kernel() -> None:
+    strategy = ms.Strategy(name="mega", overlap=ms.MegaKernel(programs=1, rows_cap=2.0))
+    layer = ms.MoELayer(SHAPE.replace(intermediate_size=16, num_experts=4), strategy)
+    layer(torch.randn(4, 16)).sum().backward()
+
+
+def local_ranks(rank: int, ended: Path) -> None:
+    ranks = LocalRanks(2)
+    assert ranks.run(dist.get_rank) == [0, 1]
+    ranks.close()
+    left = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
+    assert not left, f"threads after close(): {left}"
+
+
+# In one process each.
+ALONE: dict[str, Callable[[int, Path], None]] = {
+    "simulated on workers": on_workers,
+    "MegaKernels": mega_kernels,
+    "local ranks": local_ranks,
+}
+MODES = ALONE | {
     "open": open_to_the_end,
     "gone before": gone_before,
     "gone, then closed": gone_then_closed,
@@ -116,17 +156,18 @@ def prepare() -> None:
         ms.MoELayer(SHAPE, ms.Strategy(name="ep"))(torch.zeros(24, 16))
 
 
-def exit_codes(run: Callable[[int, Path], None], freed_slowly: int) -> list[int]:
+def exit_codes(mode: str, freed_slowly: int) -> list[int]:
     # A context manager would remove the folder in every forked rank too.
     folder, codes, rank_of = Path(mkdtemp()), {}, {}
-    for rank in range(2):
+    for rank in range(1 if mode in ALONE else 2):
         if pid := os.fork():
             rank_of[pid] = rank
             continue
-        # A file outlives both ranks, as a launcher's store does.
-        store = dist.FileStore(str(folder / "store"), 2)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=120))
-        run(rank, folder / "ended")
+        if mode not in ALONE:
+            # A file outlives both ranks, as a launcher's store does.
+            store = dist.FileStore(str(folder / "store"), 2)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=120))
+        MODES[mode](rank, folder / "ended")
         if rank == freed_slowly:
             sys.freed_slowly = FreedSlowly()
         sys.exit(0)
@@ -135,12 +176,15 @@ def exit_codes(run: Callable[[int, Path], None], freed_slowly: int) -> list[int]
         codes[rank_of.pop(pid)] = os.waitstatus_to_exitcode(status)
         (folder / "ended").touch()
     shutil.rmtree(folder)
-    return [codes[rank] for rank in range(2)]
+    return [codes[rank] for rank in sorted(codes)]
 
 
 if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(1)
+    # Tables of runs go where errors go.
+    stdout = os.dup(1)
+    os.dup2(2, 1)
     prepare()
-    asked = zip(sys.argv[1::2], map(int, sys.argv[2::2]), strict=True)
-    codes = [exit_codes(MODES[mode], freed_slowly=number % 2) for mode, count in asked for number in range(count)]
-    print(json.dumps(codes))
+    codes = [exit_codes(sys.argv[1], freed_slowly=number % 2) for number in range(int(sys.argv[2]))]
+    os.write(stdout, json.dumps(codes).encode())

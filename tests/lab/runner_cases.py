@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 from moesys import CpSat, Experiment, FlowSplit, Generated, Greedy, Pipelined, Training
 from moesys.config import ClusterSpec, Fsep, ModelShape, Strategy
 
@@ -39,3 +44,12 @@ def simulation(**changes) -> Experiment:
 
 def partly_failing(**changes) -> Experiment:
     return simulation(**{"name": "partly_failing", "strategies": (EP, FAILING)} | changes)
+
+
+def torchrun(folder: Path, script: str) -> None:
+    """Runs a script on two ranks of torchrun in ``folder``."""
+    (folder / "script.py").write_text(script)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "script.py"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr

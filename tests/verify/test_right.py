@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,8 +26,16 @@ SITUATIONS_OF = {
 }
 
 
-def test_a_training_in_plain_torch_is_right_in_all_situations() -> None:
-    report = verify.run(small_moe.small_moe, situations="all")
+# Of each circumstance the situation that has most of it; slow tests have all.
+USUAL = (
+    *("padding", "selective", "no_labels", "few_tokens", "one_expert", "accumulation", "frozen_routers"),
+    *("tied", "two_forwards", "evaluation", "checkpoint", "dropout"),
+)
+
+
+@pytest.mark.parametrize("situations", [USUAL, pytest.param("all", marks=pytest.mark.slow)], ids=["usual", "all"])
+def test_a_training_in_plain_torch_is_right(situations: Sequence[str] | str) -> None:
+    report = verify.run(small_moe.small_moe, situations=situations)
     assert [each.name for each in report.situations if each.not_checked] == []
     report.require_right()
 
@@ -39,7 +48,7 @@ def test_float32_is_right() -> None:
     "host", [pytest.param(host, marks=() if host == "all_to_all" else pytest.mark.slow) for host in qwen3.HOSTS]
 )
 def test_a_host_is_right(host: str) -> None:
-    situations = ("plain", "padding", "checkpoint") if host == "all_to_all" else SITUATIONS_OF[host]
+    situations = ("padding", "checkpoint") if host == "all_to_all" else SITUATIONS_OF[host]
     verify.run(partial(qwen3.build, host=host), situations=situations).require_right()
 
 
@@ -86,6 +95,7 @@ def test_a_model_of_another_trainer_is_right(check: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_expert_gradients_that_megatron_sums_are_named() -> None:
     done = checked_alone("megatron_check.py:megatron_summed", "plain")
     assert done.returncode == 1, done.stdout + done.stderr

@@ -90,15 +90,21 @@ def stay_inside() -> None:
         time.sleep(60)
 
 
-@shares_can_be_had
-def test_what_a_killed_process_leaves_the_next_one_removes() -> None:
-    script = "from test_processor_shares import stay_inside; stay_inside()"
+def killed_inside(module: str) -> int:
+    """Returns the number of a process that was killed in ``stay_inside`` of this module."""
+    script = f"from {module} import stay_inside; stay_inside()"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "up\n"
         child.kill()
+    return child.pid
+
+
+@shares_can_be_had
+def test_what_a_killed_process_leaves_the_next_one_removes() -> None:
+    pid = killed_inside("test_processor_shares")
     shares = find_shares()
     assert shares is not None
-    assert [name for name in shares.remove_leftovers() if name.startswith(f"moesys-{child.pid}-")]
-    assert not list(shares.folder.glob(f"moesys-{child.pid}-*"))
+    assert [name for name in shares.remove_leftovers() if name.startswith(f"moesys-{pid}-")]
+    assert not list(shares.folder.glob(f"moesys-{pid}-*"))

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from test_processor_shares import killed_inside
 
 from benchmarks.shaped import hosts
 from benchmarks.shaped.delaying_relay import by_last_byte, relay
@@ -208,13 +209,8 @@ def stay_inside() -> None:
 
 @hosts_can_be_made
 def test_what_a_killed_process_leaves_the_next_one_removes() -> None:
-    script = "from test_shaped_hosts import stay_inside; stay_inside()"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "up\n"
-        child.kill()
-    left = made_namespaces(child.pid)
+    pid = killed_inside("test_shaped_hosts")
+    left = made_namespaces(pid)
     assert len(left) == 3
     assert set(left) <= set(hosts.remove_leftovers())
-    assert made_namespaces(child.pid) == []
+    assert made_namespaces(pid) == []

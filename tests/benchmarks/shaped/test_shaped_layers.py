@@ -47,6 +47,11 @@ def test_the_cases_of_the_full_run() -> None:
     moving = {f"planners, {routing}" for routing in ("drifting", "bursts", "prompts by domain")}
     assert {case.name for case in asked} == {"overlap", "split", "nodes"} | moving
     assert {case.name for case in cases.asked_for(kinds=("planners",))} == moving
+    models = cases.asked_for(kinds=("models",))
+    assert ({case.name for case in models}, {case.num_hosts for case in models}) == (
+        {"olmoe", "qwen3-moe", "deepseek-v3"},
+        {2, 4},
+    )
     given_links = cases.asked_for((2,), (100.0, 500.0), 250.0, ("overlap",))
     assert [(case.mbit_per_s, case.latency_us) for case in given_links] == [(100, 250), (500, 250)]
 

@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from benchmarks.harness.model_steps import LENGTH
-from benchmarks.shaped import bench, cases
+from benchmarks.shaped import bench
 from benchmarks.shaped.bench import report, run_cases, simulated_seconds
 from benchmarks.shaped.calibration import Calibration, LinkFigures, late_ms, with_links
 from benchmarks.shaped.cases import model_case, model_spec
@@ -28,16 +28,6 @@ PARTS = CASE.cluster.replace(
     expert_tflops=0.04, backward_tflops=0.03, memory_gb_per_s=6.0, elementwise_gb_per_s=3.0, launch_us=10.0
 )
 LINKS = LinkFigures(0.5, 8e-3 / 190, 0.1, {})
-
-
-def test_the_cases_of_the_full_run() -> None:
-    asked = cases.asked_for(kinds=("models",))
-    assert sum(len(case.strategies) for case in asked) >= 24
-    assert {case.num_hosts for case in asked} == {2, 4}
-    assert {case.name for case in asked} == {"olmoe", "qwen3-moe", "deepseek-v3"}
-    assert all(case.is_model for case in asked)
-    assert {case.num_tokens for case in asked} == {(8 * LENGTH,) * 2, (4 * LENGTH,) * 4}
-    assert {case.mbit_per_s for case in cases.asked_for((2,), (300.0,), 100.0, ("models",))} == {300.0}
 
 
 def test_a_step_is_simulated_on_the_measured_links() -> None:

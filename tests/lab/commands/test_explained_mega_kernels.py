@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from test_explanation import FSEP, declared
 
-from moesys import MegaKernel, explain
+from moesys import MegaKernel, Pipelined, explain
 
 
 @pytest.mark.parametrize(
@@ -14,10 +14,11 @@ from moesys import MegaKernel, explain
         MegaKernel(),
         MegaKernel(deduplicate=True, most_tokens=64, rows_cap=2.0),
         MegaKernel(fused="none", keep_x=False),
+        Pipelined(chunks=2),
     ],
-    ids=["default", "on devices", "unfused"],
+    ids=["default", "on devices", "unfused", "pipelined"],
 )
-def test_a_mega_kernel_takes_another_time_for_the_same_tokens(overlap):
+def test_another_overlap_takes_another_time_for_the_same_tokens(overlap):
     fused = FSEP.replace(name="fused", overlap=overlap)
     step, plain = explain(fused, declared(fused)), explain(FSEP, declared(FSEP))
     assert f"strategy: {fused!r}" in str(step)

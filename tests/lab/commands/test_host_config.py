@@ -16,43 +16,13 @@ from moesys.__main__ import app
 from moesys.config.model import Mla
 from moesys.lab.commands.host_config import HostConfig, read_host
 
-MEGATRON = """
-GPUS_PER_NODE=8
-export EP=8
-MODEL_ARGS=(
-    --num-layers 48 --hidden-size 2048 --num-attention-heads 32 --group-query-attention --num-query-groups 4
-    --kv-channels 128 --swiglu --disable-bias-linear --untie-embeddings-and-output-weights --vocab-size 151936
-    --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 --seq-length 4096 --bf16
-)
-TRAINING_ARGS=(
-    --expert-model-parallel-size ${EP}   # of 32 ranks
-    --micro-batch-size 1 --global-batch-size=64 --use-distributed-optimizer --recompute-granularity selective
-    --lr 1e-4 --moe-grouped-gemm
-)
-torchrun --nproc_per_node $GPUS_PER_NODE --nnodes 4 pretrain_gpt.py \\
-    ${MODEL_ARGS[@]} ${TRAINING_ARGS[@]}
-"""
-
+HOSTS = Path(__file__).with_name("hosts")
+BRIDGE = (HOSTS / "bridge.yaml").read_text()
 TITAN = "torchrun --nproc-per-node 4 -m torchtitan.train --module qwen3 --config qwen3_moe_debug "
 
 
 def from_of(host: HostConfig) -> dict[str, tuple[str, str]]:
     return {row.field: (row.value, row.source) for row in host.rows}
-
-
-def test_a_script_of_megatron_declares_the_model_of_its_config() -> None:
-    host = read_host(MEGATRON)
-    published, found = ms.models.ModelSpec.from_config("qwen3-30b-a3b"), host.fields["model"]
-    assert found.num_layers == published.num_layers
-    # Norms of queries and keys are no sizes that the command has.
-    assert found.num_parameters == pytest.approx(published.num_parameters, rel=1e-5)
-    run = host.run_on("h100:4")
-    assert (run.shape.num_experts, run.shape.top_k, run.shape.intermediate_size) == (128, 8, 768)
-    assert (run.groups.expert, run.num_micro_batches, run.tokens_per_rank) == (8, 2, 4096)
-    assert run.parallelism.recompute == "selective"
-    assert from_of(host)["global_batch"] == ("64", "--global-batch-size")
-    assert from_of(host)["tp"] == ("1", "assumed: there is no --tensor-model-parallel-size")
-    assert host.unread == {"lr", "moe-grouped-gemm"}
 
 
 def test_latent_attention_dense_layers_and_stages_are_read(tmp_path: Path) -> None:
@@ -72,97 +42,23 @@ def test_latent_attention_dense_layers_and_stages_are_read(tmp_path: Path) -> No
     assert (parallel.tp, parallel.pp, parallel.vp, parallel.ep, run.model.dtype) == (2, 2, 2, 4, "float32")
 
 
-# As Megatron-LM's example for Mixtral: environment with defaults, comments between options, and a list that grows.
-SCRIPT = """#!/bin/bash
-export CUDA_DEVICE_MAX_CONNECTIONS=1
-GPUS_PER_NODE=8
-MASTER_ADDR=${MASTER_ADDR:-"localhost"}
-NNODES=${SLURM_NNODES:-"4"}
-WORLD_SIZE=$(($GPUS_PER_NODE*$NNODES))
-TOKENIZER_MODEL=$2
-DISTRIBUTED_ARGS=(
-    --nproc_per_node $GPUS_PER_NODE
-    --nnodes $NNODES
-    --master_addr $MASTER_ADDR
-)
-MODEL_ARGS=(
-    --use-mcore-models
-    --disable-bias-linear
-    --seq-length 4096
-    --num-layers 32
-    --hidden-size 4096
-    --ffn-hidden-size 14336
-    --num-attention-heads 32
-    --swiglu
-    --untie-embeddings-and-output-weights
-    --group-query-attention
-    --num-query-groups 8
-    --no-masked-softmax-fusion
-)
-MOE_ARGS=(
-    --num-experts 8
-    --moe-router-topk 2
-    # --moe-grouped-gemm
-    --moe-token-dispatcher-type alltoall
-)
-TRAINING_ARGS="
-    --micro-batch-size 1 \\
-    --global-batch-size 256 \\
-    --bf16
-"
-MODEL_PARALLEL_ARGS=(
-    --tensor-model-parallel-size 1
-    --pipeline-model-parallel-size 4
-    --num-layers-per-virtual-pipeline-stage 8
-    --expert-model-parallel-size ${EP:-8}
-    --use-distributed-optimizer
-)
-if [ -n "${WANDB_API_KEY}" ]; then
-    LOGGING_ARGS+=(
-        --wandb-project ${WANDB_PROJECT:-"Mixtral"}
-    )
-fi
-OVERLAP="--overlap-grad-reduce"
-torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py \\
-    ${MODEL_ARGS[@]} ${MOE_ARGS[@]} --tokenizer-model ${TOKENIZER_MODEL} $TRAINING_ARGS $OVERLAP \\
-    ${MODEL_PARALLEL_ARGS[@]} ${LOGGING_ARGS[@]}
-"""
-
-
-def test_a_script_with_variables_defaults_and_options_in_strings_is_read(tmp_path: Path) -> None:
-    (tmp_path / "train_mixtral.sh").write_text(SCRIPT)
-    host = read_host(str(tmp_path / "train_mixtral.sh"))
+def test_a_script_with_variables_defaults_and_options_in_strings_is_read() -> None:
+    host = read_host(str(HOSTS / "train_mixtral.sh"))
     run = host.run_on("h100:4")
+    published = ms.models.ModelSpec.from_config("mixtral-8x7b")
+    assert (run.model.num_layers, run.model.num_parameters) == (published.num_layers, published.num_parameters)
     assert run.shape == ms.ModelShape(
         hidden_size=4096, intermediate_size=14336, num_experts=8, top_k=2, dtype="bfloat16"
     )
     assert (run.parallelism.pp, run.parallelism.vp, run.parallelism.ep) == (4, 1, 8)
     assert (run.model.dtype, run.global_batch, run.groups.expert) == ("bfloat16", 256, 8)
+    assert run.parallelism.recompute == "selective"
+    assert from_of(host)["global_batch"] == ("256", "--global-batch-size")
+    assert from_of(host)["tp"] == ("1", "--tensor-model-parallel-size")
     unread = {"use-mcore-models", "no-masked-softmax-fusion", "moe-token-dispatcher-type", "overlap-grad-reduce"}
     assert host.unread == unread | {"master-addr", "tokenizer-model", "wandb-project"}
     with pytest.raises(ValueError, match="has 16 ranks, and the command starts 4 nodes of 8"):
         host.run_on("h100:2")
-
-
-BRIDGE = """
-model:
-  num_layers: 2
-  hidden_size: 256
-  num_attention_heads: 4
-  num_query_groups: 2
-  gated_linear_unit: true
-  add_bias_linear: false
-  share_embeddings_and_output_weights: false
-  num_moe_experts: 8
-  moe_ffn_hidden_size: 128
-  expert_model_parallel_size: 4
-  pipeline_model_parallel_size: 1
-  moe_permute_fusion: true
-  seq_length: 512
-  vocab_size: 1000
-train: {micro_batch_size: 2, global_batch_size: 32}
-ddp: {use_distributed_optimizer: true}
-"""
 
 
 def test_a_file_of_bridge_declares_what_the_command_does(tmp_path: Path) -> None:
@@ -186,66 +82,8 @@ def test_a_file_of_bridge_declares_what_the_command_does(tmp_path: Path) -> None
         read_host(str(tmp_path / "conf.yaml"))
 
 
-# As Bridge writes it beside a checkpoint, where every field has a value, and objects the function that makes them.
-RUN_CONFIG = """
-_target_: megatron.bridge.training.config.ConfigContainer
-comm_overlap: null
-dataset:
-  _target_: megatron.bridge.training.config.GPTDatasetConfig
-  context_parallel_size: null
-  sequence_length: 4096
-  tokenizer: {_call_: true, _target_: megatron.bridge.training.tokenizers.tokenizer._NullTokenizer}
-ddp: {overlap_grad_reduce: true, use_distributed_optimizer: true, use_megatron_fsdp: false}
-mixed_precision: bf16_mixed
-model:
-  _target_: megatron.bridge.models.mla_provider.MLAModelProvider
-  activation_func: {_call_: false, _target_: torch.nn.functional.silu}
-  add_bias_linear: false
-  context_parallel_size: 1
-  expert_model_parallel_size: 8
-  expert_tensor_parallel_size: 1
-  ffn_hidden_size: 18432
-  fp8: null
-  gated_linear_unit: true
-  hidden_size: 7168
-  init_method: {_args_: [], _partial_: true, _target_: torch.nn.init.normal_, mean: 0.0, std: 0.02}
-  kv_channels: 64
-  kv_lora_rank: 512
-  moe_ffn_hidden_size: 2048
-  moe_layer_freq:
-  - 0
-  - 1
-  - 1
-  - 1
-  moe_router_topk: 8
-  moe_shared_expert_intermediate_size: 2048
-  moe_token_dispatcher_type: flex
-  multi_latent_attention: true
-  num_attention_heads: 128
-  num_layers: 4
-  num_moe_experts: 256
-  num_query_groups: 128
-  params_dtype: {_call_: false, _target_: torch.bfloat16}
-  pipeline_model_parallel_size: 2
-  q_lora_rank: 1536
-  qk_head_dim: 128
-  qk_pos_emb_head_dim: 64
-  recompute_granularity: selective
-  recompute_modules: [mla_up_proj, mlp]
-  seq_length: 4096
-  share_embeddings_and_output_weights: false
-  tensor_model_parallel_size: 2
-  v_head_dim: 128
-  virtual_pipeline_model_parallel_size: null
-  vocab_size: 129280
-optimizer: {_target_: megatron.bridge.training.config.OptimizerConfig, optimizer: adam, lr: 0.0003}
-train: {global_batch_size: 64, micro_batch_size: 1, train_iters: 100}
-"""
-
-
-def test_the_file_that_bridge_writes_beside_a_checkpoint_is_read(tmp_path: Path) -> None:
-    (tmp_path / "run_config.yaml").write_text(RUN_CONFIG)
-    host = read_host(str(tmp_path / "run_config.yaml"))
+def test_the_file_that_bridge_writes_beside_a_checkpoint_is_read() -> None:
+    host = read_host(str(HOSTS / "run_config.yaml"))
     run = host.run_on("h100:2")
     assert run.model.moe_layers == (1, 2, 3)
     latent = Mla(

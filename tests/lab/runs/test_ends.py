@@ -31,8 +31,8 @@ def environment() -> Iterator[dict[str, str]]:
     assert not left, f"shared memory is left: {left}"
 
 
-def printed(environment: dict[str, str], script: str, *arguments: str) -> list:
-    command = [sys.executable, str(HERE / script), *arguments]
+def codes_of(environment: dict[str, str], mode: str, count: int) -> list[list[int]]:
+    command = [sys.executable, str(HERE / "forked_ranks.py"), mode, str(count)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -40,7 +40,7 @@ def printed(environment: dict[str, str], script: str, *arguments: str) -> list:
 
 def test_trainings_end_with_plans_under_way_and_a_rank_that_raises_waits_for_none(environment: dict[str, str]) -> None:
     """The other one ends well when it has gone. Slow tests have trainings that end together."""
-    assert printed(environment, "forked_ranks.py", "rank 1 raises", "1") == [[0, 1]]
+    assert codes_of(environment, "rank 1 raises", 1) == [[0, 1]]
 
 
 @pytest.mark.slow
@@ -49,21 +49,14 @@ def test_trainings_end_with_plans_under_way_and_a_rank_that_raises_waits_for_non
 )
 def test_a_training_ends_well_whatever_is_gone(environment: dict[str, str], mode: str) -> None:
     wanted = [int(mode == f"rank {rank} raises") for rank in range(2)]
-    assert printed(environment, "forked_ranks.py", mode, "2") == [wanted] * 2
+    assert codes_of(environment, mode, 2) == [wanted] * 2
 
 
 # tests/faults has what runs, trainings and tunings leave.
-KINDS = ("simulated on workers", "MegaKernels", "local ranks")
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", KINDS)
-def test_fifty_runs_leave_nothing(environment: dict[str, str], tmp_path: Path, kind: str) -> None:
-    assert printed(environment, "one_end.py", kind, "50", str(tmp_path / "all")) == [0] * 50
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_fifty_trainings_with_plans_under_way_end_well(environment: dict[str, str]) -> None:
-    assert printed(environment, "forked_ranks.py", "open", "50") == [[0, 0]] * 50
+@pytest.mark.parametrize(
+    ("mode", "codes"), [("simulated on workers", [0]), ("MegaKernels", [0]), ("local ranks", [0]), ("open", [0, 0])]
+)
+def test_fifty_runs_end_well_and_leave_nothing(environment: dict[str, str], mode: str, codes: list[int]) -> None:
+    assert codes_of(environment, mode, 50) == [codes] * 50

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import errno
-import os
 import re
-import runpy
-import socket
 import subprocess
 import sys
 from contextlib import closing
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from lab_cases import moesys
-from runner_cases import EP, FSEP, PIPELINED, partly_failing, simulation, training
+from runner_cases import EP, FSEP, PIPELINED, partly_failing, simulation, torchrun, training
 
 import moesys as ms
 from moesys import ClusterSpec, Replay, Static, plan_layout, run
@@ -177,7 +172,7 @@ def test_spawned_ranks_train_record_routing_and_live_through_a_failure(tmp_path)
 
 
 UNDER_TORCHRUN = """
-import os, sys
+import os
 from pathlib import Path
 import torch.distributed as dist
 from moesys import collectives
@@ -197,52 +192,24 @@ def fails_on_rank_1(*arguments):
         raise RuntimeError("only here")
     return measured(*arguments)
 
-experiment = load_experiment(Path(sys.argv[1]))
+experiment = load_experiment(Path("experiment.json"))
 places.run_measured = fails_on_rank_1
-first = run(experiment, sys.argv[2])
+first = run(experiment, "runs")
 places.run_measured = measured
-second = run(experiment, sys.argv[2], retry_failed=True)
-Path(sys.argv[2], os.environ["RANK"]).write_text(f"{first.failed[0].error}|{second.summary}")
+second = run(experiment, "runs", retry_failed=True)
+Path("runs", os.environ["RANK"]).write_text(f"{first.failed[0].error}|{second.summary}")
 """
 
 
-def started_by_torchrun(rank: int, port: int, folder: str, *arguments: str) -> None:
-    """Runs the script with what torchrun tells a process, in a process that has loaded all there is to import."""
-    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "OMP_NUM_THREADS": 1}
-    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in told.items()})
-    torch.set_num_threads(1)
-    os.chdir(folder)
-    sys.argv = ["script.py", *arguments]
-    runpy.run_path("script.py", run_name="__main__")
-
-
-def start_both(folder: Path, *arguments: str) -> None:
-    with closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = get_context("forkserver")
-    started = [
-        context.Process(target=started_by_torchrun, args=(rank, port, str(folder), *arguments)) for rank in range(2)
-    ]
-    for process in started:
-        process.start()
-    for process in started:
-        process.join()
-    assert [process.exitcode for process in started] == [0, 0]
-
-
-# test_tuning.py has torchrun itself.
 @pytest.mark.timeout(120)
 def test_torchrun_gives_what_spawned_ranks_give_also_after_a_failure(tmp_path: Path, ranks: LocalRanks):
     experiment = training(strategies=(FSEP,))
     (tmp_path / "experiment.json").write_text(experiment.to_json())
-    (tmp_path / "script.py").write_text(UNDER_TORCHRUN)
     out = tmp_path / "runs"
     arguments = (FSEP, experiment.model, experiment.cluster, experiment.workload, 0)
     spawned = ranks.run(run_measured, *arguments, num_ranks=2)[0]
     assert spawned is not None
-    start_both(tmp_path, "experiment.json", str(out))
+    torchrun(tmp_path, UNDER_TORCHRUN)
     for rank in "01":
         error, second = (out / rank).read_text().split("|")
         assert error.startswith("2 of 2 ranks failed: rank 1 raised RuntimeError: only here; rank 0 raised ")

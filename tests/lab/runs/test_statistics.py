@@ -1,4 +1,4 @@
-"""Paired ratios, their interval and the exact test, by hand and against scipy."""
+"""Paired ratios and their interval, against scipy."""
 
 from __future__ import annotations
 
@@ -34,31 +34,12 @@ def one_each(*values: float) -> Times:
     return {seed: [value] for seed, value in enumerate(values)}
 
 
-def test_a_ratio_by_hand():
-    """Ratios 1, 4 and 4: the geometric mean is 16^(1/3); t of 2 degrees at 97.5 % is 4.302653."""
-    found = ratio(one_each(1, 4, 8), one_each(1, 1, 2))
-    half = 4.302653 * math.log(4) / math.sqrt(3) / math.sqrt(3)
-    assert found.n == 3
-    assert found.estimate == pytest.approx(16 ** (1 / 3))
-    assert found.low == pytest.approx(16 ** (1 / 3) * math.exp(-half), rel=1e-6)
-    assert found.high == pytest.approx(16 ** (1 / 3) * math.exp(half), rel=1e-6)
-
-
-def test_the_interval_is_students():
+def test_the_estimate_is_the_geometric_mean_and_the_interval_is_students():
     rng = np.random.default_rng(0)
     logs = rng.normal(0.2, 0.1, 8)
     found = ratio(one_each(*np.exp(logs)), one_each(*[1.0] * 8))
     low, high = stats.ttest_1samp(logs, 0).confidence_interval(0.95)
-    assert (found.low, found.high) == pytest.approx((math.exp(low), math.exp(high)))
-
-
-def test_the_interval_holds_the_truth_in_95_of_100_cases():
-    rng = np.random.default_rng(1)
-    held = 0
-    for _ in range(1000):
-        found = ratio(one_each(*np.exp(rng.normal(0.1, 0.05, 4))), one_each(1, 1, 1, 1))
-        held += found.low <= math.exp(0.1) <= found.high
-    assert 930 <= held <= 970
+    assert (found.estimate, found.low, found.high) == pytest.approx(tuple(map(math.exp, (logs.mean(), low, high))))
 
 
 def test_seeds_that_both_have_are_paired_by_the_medians_of_their_samples():
@@ -104,10 +85,3 @@ def test_swapping_gives_the_reciprocal(pair):
     assert one.holds_one == other.holds_one
     opposite = {"faster": "slower", "slower": "faster"}
     assert one.verdict == opposite.get(other.verdict, other.verdict)
-
-
-@given(times())
-def test_the_estimate_lies_within_its_interval(pair):
-    found = ratio(*pair)
-    if found.low is not None:
-        assert found.low <= found.estimate <= found.high

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from lab_cases import moesys
-from runner_cases import EP, FSEP, simulation, training
+from runner_cases import EP, FSEP, simulation, torchrun, training
 
 from moesys import ClusterSpec, Ep, Experiment, Fsep, Generated, Replay, SearchBounds, Space, Strategy, tune
 from moesys.lab.commands.tune import tune_sheets
@@ -170,7 +167,7 @@ from pathlib import Path
 import torch.distributed as dist
 from moesys.lab.runs import places
 from moesys.lab.runs.declarations import load_experiment
-from moesys.lab.runs.tuning import tune
+from moesys.lab.runs.tuning import decision, tune
 from moesys.tuner.space import SearchBounds, Space
 
 measured = places.run_measured
@@ -191,7 +188,8 @@ result = tune(*asked, out="runs", timed=5, told=told)
 failed = [f"{strategy.name}: {reason}" for strategy, reason in result.tuned.timing.failed]
 # Nothing is left to find out.
 again = tune(*asked, out="runs", timed=5).tuned == result.tuned
-Path(os.environ["RANK"]).write_text(f"{result.tuned.to_toml('Found.')}|{failed}|{again}|{told.stages > 0}")
+toml = result.tuned.to_toml(decision(result.tuned))
+Path(os.environ["RANK"]).write_text(f"{toml}|{failed}|{again}|{told.stages > 0}")
 """
 
 
@@ -199,11 +197,7 @@ Path(os.environ["RANK"]).write_text(f"{result.tuned.to_toml('Found.')}|{failed}|
 @pytest.mark.slow
 def test_under_torchrun_all_ranks_end_with_what_one_writes_also_where_one_fails(tmp_path):
     written(tmp_path, training(), SPACE)
-    (tmp_path / "script.py").write_text(UNDER_TORCHRUN)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "script.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
+    torchrun(tmp_path, UNDER_TORCHRUN)
     (*first, speaks), (*second, listens) = ((tmp_path / rank).read_text().split("|") for rank in "01")
     assert first == second
     toml, failed, again = first

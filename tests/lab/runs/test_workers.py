@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 import uuid
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,10 +20,7 @@ from runner_cases import EP, FAILING, FSEP, simulation
 from test_tuning import SPACE, written
 from worker_planners import Dying, Noting, Waiting
 
-from benchmarks.leaderboard.planners import PlannerGroup, PlannerPair
-from benchmarks.leaderboard.scores import results
-from benchmarks.leaderboard.workloads import GENERATED, RoutingSetting
-from moesys import ClusterSpec, EvenSplit, Experiment, FlowSplit, Laer, ModelShape, SearchBounds, run, tune
+from moesys import Experiment, SearchBounds, run, tune
 from moesys.lab.ranks.pool import WorkerDiedError, Workers
 from moesys.lab.ranks.process import ChildProcess
 from moesys.lab.runs.places import SimulatedTrials
@@ -191,38 +187,8 @@ def test_workers_have_a_thread_each_and_one_that_dies_or_whose_answer_cannot_be_
 # --- tunings ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_journal_and_its_answer_are_those_of_one_core(tmp_path):
-    experiment = simulation(seeds=(0, 1, 2), workload=simulation().workload.replace(steps=4, skew=2.0))
-    alone, several = (tune(experiment, SPACE, SearchBounds(10, jobs=jobs), out=tmp_path / str(jobs)) for jobs in (1, 2))
-    journals = [(result.path / "journal.jsonl").read_bytes() for result in (alone, several)]
-    assert journals[0] == journals[1]
-    assert alone.tuned == several.tuned
-    assert (alone.path / "tuned.toml").read_text() == (several.path / "tuned.toml").read_text()
-
-
 def test_a_worker_that_dies_of_a_point_names_it(tmp_path):
     with pytest.raises(ValueError, match=r"strategy 'dying', .* steps? of seeds 0, 1: its worker process died"):
         tune(simulation(strategies=(EP, DYING)), SPACE, SearchBounds(4, jobs=2), out=tmp_path)
     # What was found out before is kept.
     assert tune(simulation(strategies=(EP,)), SPACE, SearchBounds(4, jobs=1), out=tmp_path).tuned.search.ranking
-
-
-# Trials of workers are those of one process always, above.
-@pytest.mark.slow
-def test_workers_score_a_leaderboard_as_one_process_does(tmp_path):
-    model = ModelShape(hidden_size=64, intermediate_size=32, num_experts=8, top_k=2)
-    setting = RoutingSetting(GENERATED[1], "small", model, "2 x 2", ClusterSpec(num_nodes=2, ranks_per_node=2))
-    planners = (Waiting(seconds=0.0), Laer())
-    group = PlannerGroup("on history", "", tuple(PlannerPair(one, EvenSplit()) for one in planners))
-    groups = [
-        group,
-        replace(group, name="on counts", pairs=tuple(PlannerPair(one, FlowSplit()) for one in planners), lag=0),
-    ]
-    found = []
-    for jobs in (1, 2):
-        (folder := tmp_path / str(jobs)).mkdir()
-        of = results([setting], groups, 2, folder, jobs=jobs, quiet=True)
-        found.append([replace(one, scores=replace(one.scores, planning_ms=[])) for one in of])
-        assert len((folder / "results.jsonl").read_bytes().splitlines()) == len(of) == 8
-    assert found[0] == found[1]
-    assert all(not one.scores.cannot for one in found[0])

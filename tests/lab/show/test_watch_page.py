@@ -23,7 +23,7 @@ from watch_cases import assert_whole_and_alone, layer_line, step_line, write_lin
 from moesys.__main__ import app
 from moesys.lab.runs.watched_run import read_watched_run
 from moesys.lab.show import pages
-from moesys.lab.show.pages import Bins, heat_map, watch_page
+from moesys.lab.show.pages import heat_map, watch_page
 
 HINT = re.compile(
     r'<rect class="hint" x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)"><title>([^<]*)</title></rect>'
@@ -182,15 +182,6 @@ def test_pages_of_any_size_are_whole(tmp_path: Path) -> None:
     page = page_of(write_lines(tmp_path / "none", [step_line(step, [], loss=math.nan) for step in range(3)]).parent)
     assert_whole_and_alone(page)
     assert "no finite number was written" in section(page, "Loss")
-
-
-@pytest.mark.parametrize("num_steps", [1, 159, 160, 161, 100_000])
-def test_bins_hold_every_step_once(num_steps: int) -> None:
-    bins = Bins.of(np.arange(num_steps))
-    sizes = np.diff(np.append(bins.first_B, num_steps))
-    assert len(sizes) == min(num_steps, 160)
-    assert sizes.sum() == num_steps
-    assert sizes.max() - sizes.min() <= 1
 
 
 def test_the_command_writes_the_page_and_says_where(tmp_path: Path) -> None:
