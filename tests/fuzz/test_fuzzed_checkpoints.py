@@ -12,14 +12,11 @@ from random import Random
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from mutated_inputs import (
-    DEEP,
     Attempt,
     Reader,
     altered,
-    check_refusal,
     every_reader,
     faults,
     json_bytes,
@@ -27,9 +24,8 @@ from mutated_inputs import (
     mangled,
     refused,
     same,
-    written,
 )
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
@@ -251,41 +247,3 @@ def layer_state(folder: Path) -> Attempt:
 @every_reader(hub_checkpoint, distributed_checkpoint, planning_state, layer_state)
 def test_what_others_wrote_is_read_rightly_or_refused(reader: Reader, seeds: range, tmp_path: Path) -> None:
     assert not faults(reader, seeds, tmp_path)
-
-
-# --- faults that were found -----------------------------------------------------------------------------------------
-
-
-def fewer_layers_than_none(folder: Path) -> None:
-    small_checkpoint(folder)
-    config = json.loads((folder / "one" / "config.json").read_text())
-    written(folder / "one", "config.json", config | {"num_hidden_layers": -1})
-    converted(folder / "one", folder / "out")
-
-
-def expert_of_no_number(folder: Path) -> None:
-    small_checkpoint(folder)
-    path = folder / "one" / "model.safetensors"
-    tensors = {name.replace("experts.0", "experts.-1"): tensor for name, tensor in load_file(path).items()}
-    save_file(tensors, path, {"format": "pt"})
-    converted(folder / "one", folder / "out")
-
-
-@pytest.mark.parametrize(
-    ("read", "message"),
-    [
-        (fewer_layers_than_none, "num_hidden_layers=-1"),
-        (expert_of_no_number, "belongs to expert 1, and no file has expert 0"),
-    ],
-)
-def test_what_was_once_believed_is_refused_by_name(read, message, tmp_path):
-    check_refusal(read, message, tmp_path)
-
-
-def test_a_damaged_state_of_a_trainer_is_none(tmp_path: Path) -> None:
-    from transformers.trainer import TRAINER_STATE_NAME
-
-    from moesys.hf.trainer import _has_state
-
-    written(tmp_path, TRAINER_STATE_NAME, DEEP)
-    assert not _has_state(str(tmp_path))

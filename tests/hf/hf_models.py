@@ -145,6 +145,41 @@ def mean_gradients(model: Any, num_ranks: int | None = None) -> dict[str, Tensor
     return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
 
 
+def errors_on_ranks(
+    alone: Any,
+    model: Any,
+    strategy: ms.Strategy,
+    loss: Callable[..., Tensor] = loss_of,
+    passes: int = 1,
+    **options: Any,
+) -> dict[str, float]:
+    """Parallelizes a model. Returns the relative errors of this rank's loss and of each gradient of its last pass,
+    against the same model in one process.
+    """
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    losses = [loss(alone, each) for each in range(num_ranks)]
+    (sum(losses) / num_ranks).backward()
+    dtypes = {name: each.dtype for name, each in model.named_parameters()}
+    runtime = ms.parallelize(model, strategy, **options)
+    for _ in range(passes):
+        model.zero_grad()
+        found = loss(model, rank)
+        found.backward()
+    runtime.close()
+    errors = {"loss": abs(found.item() / losses[rank].item() - 1)}
+    for name, parameter in model.named_parameters():
+        wanted = alone.get_parameter(name).grad
+        if parameter.grad is None:
+            assert wanted is None, name
+            continue
+        gradient = whole(parameter.grad)
+        assert gradient.dtype == dtypes[name], name
+        # What no rank has used has a gradient of zero.
+        expected = torch.zeros_like(gradient) if wanted is None else wanted
+        errors[name] = float((gradient - expected).double().norm() / expected.double().norm().clamp(min=1e-9))
+    return errors
+
+
 def lent(ranks: int, num_experts: int = 8, **options: Any) -> ms.Strategy:
     """Experts of owners lent for one micro-batch, a slot more on each rank than it needs."""
     sharding = ms.Ep(slots_per_rank=-(-num_experts // ranks) + 1)

@@ -73,6 +73,8 @@ def test_either_of_two_tied_tensors_may_be_the_one_in_the_files(hub: Path, tmp_p
     pop(missing)(hub)
     ms.hf.check_checkpoint(hub)
     found = there_and_back(tmp_path)
+    names = dcp.FileSystemReader(tmp_path / "start").read_metadata().state_dict_metadata
+    assert {f"model.{HEAD}", f"model.{EMBEDDING}"} <= set(names)
     kept = tensors(hub)[{HEAD: EMBEDDING, EMBEDDING: HEAD}[missing]]
     assert torch.equal(found[EMBEDDING], kept)
     assert HEAD not in found

@@ -195,17 +195,36 @@ def test_a_refused_parallelize_changes_nothing(ranks: LocalRanks, kind: str) -> 
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
-def slots_of_a_loaded_model(folder: Path, mixed: bool) -> tuple[int, ...]:
-    expert_bytes = 3 * 48 * 24 * (2 if mixed else 4)
-    strategy = ms.Strategy(name="memory", sharding=ms.Ep(slot_gb_per_rank=5 * expert_bytes / 1e9), balance=ms.Eplb())
-    model = loaded(folder, strategy, {"fsdp_size": 2, "ep_size": 2}, fsdp_mixed_precision=mixed)
-    return tuple(experts_of(model)[0].schedule.slots_R)
+# Bytes of a number in computation, by how a model gets its dtype: from transformers or by ``ms.parallelize``.
+MADE: tuple[tuple[int, Callable[[Path, ms.Strategy], Any]], ...] = (
+    (4, lambda folder, strategy: loaded(folder, strategy, TWO)),
+    (2, lambda folder, strategy: loaded(folder, strategy, TWO, fsdp_mixed_precision=True)),
+    (4, lambda _, strategy: parallelized(torch.float32, strategy)),
+    (2, lambda _, strategy: parallelized(torch.bfloat16, strategy)),
+    (2, lambda _, strategy: parallelized(torch.float32, strategy, MixedPrecisionPolicy(param_dtype=torch.float16))),
+)
+TWO = {"fsdp_size": 2, "ep_size": 2}
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["float32", "mixed precision"])
-def test_slots_in_memory_are_of_what_fsdp_computes_in(ranks: LocalRanks, tmp_path: Path, mixed: bool) -> None:
+def parallelized(dtype: torch.dtype, strategy: ms.Strategy, policy: MixedPrecisionPolicy | None = None) -> Any:
+    model = drawn("qwen3_moe", EXPERTS).to(dtype)
+    ms.parallelize(model, strategy, policy=policy).close()
+    return model
+
+
+def slots_in_memory(folder: Path) -> list[tuple[int, ...]]:
+    found = []
+    for num_bytes, make in MADE:
+        sharding = ms.Ep(slot_gb_per_rank=5 * 3 * 48 * 24 * num_bytes / 1e9)
+        model = make(folder, ms.Strategy(name="memory", sharding=sharding, balance=ms.Eplb()))
+        found.append(tuple(experts_of(model)[0].schedule.slots_R))
+    return found
+
+
+def test_slots_in_memory_are_of_what_fsdp_computes_in(ranks: LocalRanks, tmp_path: Path) -> None:
     drawn("qwen3_moe", EXPERTS).save_pretrained(tmp_path / "model")
-    assert ranks.run(slots_of_a_loaded_model, tmp_path / "model", mixed, num_ranks=2, timeout_s=60.0) == [(5, 5)] * 2
+    found = ranks.run(slots_in_memory, tmp_path / "model", num_ranks=2, timeout_s=60.0)
+    assert found == [[(5, 5)] * len(MADE)] * 2
 
 
 @pytest.mark.parametrize("given", [[1], "a model", (each for each in ())], ids=lambda given: type(given).__name__)

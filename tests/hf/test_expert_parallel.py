@@ -204,7 +204,7 @@ def exact_gradients(family: str) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, tuple(routing)
 
 
-# In one process always: tests/hf/test_models.py.
+# Of experts in one process always: tests/hf/test_routed_experts.py.
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["mixed", "autocast"])
 @pytest.mark.parametrize("family", FAMILIES)

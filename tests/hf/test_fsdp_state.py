@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import assert_equal, on_ranks, refusal
-from hf_models import SMALL, SPARSE, drawn, loaded, loss_of, mean_gradients, text, whole
+from hf_models import SMALL, SPARSE, drawn, errors_on_ranks, loaded, loss_of, mean_gradients, text, whole
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -229,18 +229,10 @@ def test_ranks_may_use_different_modules(used: list[bool], dtype: torch.dtype, o
                 each.used = used[rank]
         return loss_of(of, rank)
 
-    alone = copy.deepcopy(model)
-    (sum(loss(alone, rank) for rank in range(2)) / 2).backward()
-    runtime = ms.parallelize(model, EP)
     # Units differ between the first pass and later ones.
-    for _ in range(2):
-        model.zero_grad()
-        loss(model, dist.get_rank()).backward()
-    runtime.close()
-    bound = 0.1 if dtype == HALF else 1e-4
-    for name, each in alone.named_parameters():
-        found, wanted = whole(model.get_parameter(name).grad), torch.zeros(()) if each.grad is None else each.grad
-        assert float((found.double() - wanted.double()).norm()) <= bound * float(wanted.double().norm()), name
+    errors = errors_on_ranks(copy.deepcopy(model), model, EP, loss, passes=2)
+    assert errors.keys() == {"loss", *dict(model.named_parameters())}
+    assert max(errors.values()) <= (0.1 if dtype == HALF else 1e-4), errors
 
 
 # --- dtypes -------------------------------------------------------------------------------------------------------

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from hf_models import drawn, fsep, lent, text, whole
+from hf_models import drawn, errors_on_ranks, fsep, lent, text
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -178,34 +178,18 @@ def loss_of(model: Any, rank: int, autocast: bool) -> Tensor:
 def compared(kinds: list[Callable[[Any], Any]], strategy: ms.Strategy) -> list[str]:
     """Returns the differences from one process, for each kind of model."""
     ms.hf.register()
-    rank, num_ranks, wrong = dist.get_rank(), dist.get_world_size(), []
+    wrong = []
     for kind in kinds:
         family, autocast, (loss_bound, bound) = KINDS[kind]
-        alone, model = (kind(drawn(family, experts_implementation="moesys")) for _ in range(2))
-        losses = [loss_of(alone, each, autocast) for each in range(num_ranks)]
-        (sum(losses) / num_ranks).backward()
-        dtypes = {name: each.dtype for name, each in model.named_parameters()}
-        runtime = ms.parallelize(model, strategy, policy=POLICIES.get(kind))
+        models = [kind(drawn(family, experts_implementation="moesys")) for _ in range(2)]
+        loss = partial(loss_of, autocast=autocast)
         # The model runs twice, because units differ between the first pass and later ones.
-        loss_of(model, rank, autocast).backward()
-        model.zero_grad()
-        loss = loss_of(model, rank, autocast)
-        loss.backward()
-        runtime.close()
-        if abs(loss.item() / losses[rank].item() - 1) > loss_bound:
-            wrong.append(f"{kind.__name__}: {loss.item()} is not {losses[rank].item()}")
-        for name, parameter in model.named_parameters():
-            grad = alone.get_parameter(name).grad
-            if parameter.grad is not None and grad is None and parameter.requires_grad:
-                # No rank has used it.
-                grad = torch.zeros_like(alone.get_parameter(name))
-            if (parameter.grad is None) != (grad is None):
-                wrong.append(f"{kind.__name__}: {name} has a gradient on one side only")
-            elif grad is not None:
-                found = whole(parameter.grad)
-                error = float((found.float() - grad.float()).norm() / grad.float().norm().clamp_min(1e-30))
-                if not error <= bound or found.dtype != dtypes[name]:
-                    wrong.append(f"{kind.__name__}: {name} {found.dtype} is wrong by {error}")
+        errors = errors_on_ranks(*models, strategy, loss, passes=2, policy=POLICIES.get(kind))
+        wrong += [
+            f"{kind.__name__}: {name} is wrong by {error}"
+            for name, error in errors.items()
+            if not error <= (loss_bound if name == "loss" else bound)
+        ]
     return wrong
 
 

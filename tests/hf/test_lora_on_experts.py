@@ -125,70 +125,65 @@ def overlaps(strategy: ms.Strategy) -> list[ms.Strategy]:
     return [strategy, strategy.replace(overlap=ms.Pipelined(chunks=3))]
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [*(pytest.param(each, marks=pytest.mark.slow) for each in (EP, lent(2))), fsep(2)],
-    ids=["ep", "lent", "fsep"],
-)
-@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
-def test_lora_on_experts_trains_as_in_one_process(ranks: LocalRanks, name: str, strategy: ms.Strategy) -> None:
-    for found in ranks.run(differences, name, overlaps(strategy), num_ranks=2, timeout_s=150.0):
+def in_blocks(num_ranks: int) -> list[ms.Strategy]:
+    strategies = EP, *overlaps(lent(num_ranks)), fsep(num_ranks)
+    return [each.replace(reduction=INVARIANT) for each in strategies]
+
+
+def assert_as_alone(
+    ranks: LocalRanks, trains: Callable[..., Any], name: str, strategies: list[ms.Strategy], *copies: int
+) -> None:
+    """Overlaps of one sharding, and in blocks all layouts, have the same bits too."""
+    alike = strategies[0].reduction == INVARIANT or len({each.name for each in strategies}) == 1
+    num_ranks = 4 if name == "two" else 2
+    for found in ranks.run(trains, name, strategies, *copies, num_ranks=num_ranks, timeout_s=550.0):
         for error, differing in found:
             assert error < 1e-5
-            assert not differing
+            assert not (alike and differing)
+
+
+ALL = [EP, lent(2), fsep(2)]
+# The kind of LoRA, and the strategies.
+CASES: dict[str, tuple[str, list[ms.Strategy]]] = {
+    **{f"{name}, blocks": (name, in_blocks(2)) for name in ("qwen3_moe", "gpt_oss")},
+    **{f"{name}, {each.name}": (name, overlaps(each)) for name in ("qwen3_moe", "gpt_oss") for each in ALL},
+    **{name: (name, ALL) for name in MODELS if name not in ("qwen3_moe", "gpt_oss", "two")},
+}
+ALWAYS = ("qwen3_moe, blocks", "qwen3_moe, fsep")
 
 
 @pytest.mark.parametrize(
-    ("name", "num_ranks"),
-    [("qwen3_moe", 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("gpt_oss", 2), ("two", 4)))],
+    "case", [case if case in ALWAYS else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 )
-def test_no_bit_of_lora_shows_the_layout(ranks: LocalRanks, name: str, num_ranks: int) -> None:
-    given = EP, *overlaps(lent(num_ranks)), fsep(num_ranks)
-    strategies = [each.replace(reduction=INVARIANT) for each in given]
-    for found in ranks.run(differences, name, strategies, num_ranks=num_ranks, timeout_s=250.0):
-        for error, differing in found:
-            assert error < 1e-5
-            assert not differing
+def test_lora_on_experts_trains_as_in_one_process(ranks: LocalRanks, case: str) -> None:
+    assert_as_alone(ranks, differences, *CASES[case])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("qwen3_moe", "gpt_oss")])
-def test_every_kind_of_lora_on_experts_trains_as_in_one_process(ranks: LocalRanks, name: str) -> None:
-    for found in ranks.run(differences, name, [EP, lent(2), fsep(2)], num_ranks=2, timeout_s=150.0):
-        assert max(error for error, _ in found) < 1e-5
+def test_two_adapters_on_four_ranks_and_in_two_groups_train_as_in_one_process(ranks: LocalRanks) -> None:
+    assert_as_alone(ranks, differences, "two", in_blocks(4))
+    assert_as_alone(ranks, differences, "two", ALL, 2)
 
 
-@pytest.mark.slow
-def test_lora_on_experts_of_two_groups_is_the_mean_over_both(ranks: LocalRanks) -> None:
-    for found in ranks.run(differences, "two", [lent(2), fsep(2)], 2, num_ranks=4, timeout_s=150.0):
-        assert max(error for error, _ in found) < 1e-5
-
-
-def on_kernels(strategies: list[ms.Strategy]) -> list[tuple[float, list[str]]]:
+def on_kernels(*given: Any) -> list[tuple[float, list[str]]]:
     """``differences`` where Triton's kernels compute, in its interpreter."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Experts, "computed_by", lambda *_: KERNELS)
-        return differences("qwen3_moe", strategies)
+        return differences(*given)
 
 
 KERNELS = TritonExperts()
 MEGA = [each.replace(overlap=ms.MegaKernel()) for each in (EP, fsep(2))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategies",
-    [
-        overlaps(lent(2)),
-        pytest.param([*overlaps(fsep(2)), *MEGA], marks=pytest.mark.slow),
-        pytest.param([each.replace(reduction=INVARIANT) for each in (EP, lent(2), fsep(2))], marks=pytest.mark.slow),
-    ],
-    ids=["lent", "mega", "invariant"],
+    [overlaps(lent(2)), [*overlaps(fsep(2)), *MEGA], in_blocks(2)],
+    ids=["lent", "mega", "blocks"],
 )
 def test_kernels_train_lora_as_in_one_process(ranks: LocalRanks, strategies: list[ms.Strategy]) -> None:
-    for found in ranks.run(on_kernels, strategies, num_ranks=2, timeout_s=550.0):
-        for error, differing in found:
-            assert error < 1e-5
-            assert not differing or strategies[0].reduction != INVARIANT
+    assert_as_alone(ranks, on_kernels, "qwen3_moe", strategies)
 
 
 def ahead(name: str) -> tuple[float, list[str], int]:

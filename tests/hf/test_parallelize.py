@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conftest import assert_equal, refusal
-from hf_models import drawn, loss_of, text
+from hf_models import drawn, errors_on_ranks, loss_of, text
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -93,104 +91,61 @@ def alone(model: nn.Module, num_ranks: int, num_steps: int = 3) -> dict[str, Any
     return {"steps": found, "state": dict(model.named_parameters())}
 
 
-def assert_as_alone(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    for one, other in zip(found["steps"], wanted["steps"], strict=True):
-        assert one == pytest.approx(other, rel=1e-5)
-    torch.testing.assert_close(found["state"], wanted["state"], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("family", "strategy", "sizes"),
-    [
-        pytest.param("qwen3_moe", LENT, (2, 2), marks=pytest.mark.slow),
-        ("gpt_oss", FSEP, (2, 2)),
-        pytest.param("deepseek_v3", FSEP.replace(overlap=ms.Pipelined(chunks=2)), None, marks=pytest.mark.slow),
-    ],
-    ids=["lent, two groups", "fsep, two groups", "fsep, one group"],
-)
-def test_trains_as_one_process_does(ranks: LocalRanks, family: str, strategy: ms.Strategy, sizes: Any) -> None:
-    """Losses, norms over all meshes, and three clipped AdamW steps: gradients of replicas count once."""
-    wanted = alone(drawn(family, EXPERTS), 4)
-    assert wanted["steps"][0][1] > CLIP
-    for found in ranks.run(trained, family, strategy, sizes, timeout_s=150.0):
-        assert_as_alone(found, wanted)
-
-
 ONCE = ms.Pipelined(chunks=2, node_dispatch="once", combine="per_node")
+NODES = ms.ClusterSpec(num_nodes=2, ranks_per_node=2)
+BY_NODE = FSEP.sharding.replace(restore="hierarchical", reshard="hierarchical")
+LENT_BY_NODE = LENT.replace(sharding=ms.Ep(slots_per_rank=7, lend="hierarchical"), overlap=ONCE, late_slots=1)
+# A family, a strategy, sizes of a mesh, and nodes.
+TRAINED: dict[str, tuple[Any, ...]] = {
+    "fsep, two groups": ("gpt_oss", FSEP, (2, 2)),
+    "lent, hierarchical, late slots": ("qwen3_moe", LENT_BY_NODE, None, NODES),
+    "lent, two groups": ("qwen3_moe", LENT, (2, 2)),
+    "fsep, one group": ("deepseek_v3", FSEP.replace(overlap=ms.Pipelined(chunks=2)), None),
+    "fsep, hierarchical": ("qwen3_moe", FSEP.replace(sharding=BY_NODE, overlap=ONCE), None, NODES),
+    "quotas": ("qwen3_moe", LENT.replace(balance=ms.MoonEp(), split=ms.Quotas(), lag=0), None, NODES),
+}
 
 
 @pytest.mark.parametrize(
-    "strategy",
-    [
-        LENT.replace(sharding=ms.Ep(slots_per_rank=7, lend="hierarchical"), overlap=ONCE, late_slots=1),
-        pytest.param(
-            FSEP.replace(sharding=FSEP.sharding.replace(restore="hierarchical", reshard="hierarchical"), overlap=ONCE),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(LENT.replace(balance=ms.MoonEp(), split=ms.Quotas(), lag=0), marks=pytest.mark.slow),
-    ],
-    ids=["lent, hierarchical, late slots", "fsep, hierarchical", "quotas"],
+    "case", [*TRAINED][:2] + [pytest.param(case, marks=pytest.mark.slow) for case in [*TRAINED][2:]]
 )
-def test_trains_on_two_nodes_as_one_process_does(ranks: LocalRanks, strategy: ms.Strategy) -> None:
-    """Strategies that look at nodes, or plan from the current counts."""
-    nodes = ms.ClusterSpec(num_nodes=2, ranks_per_node=2)
-    wanted = alone(drawn("qwen3_moe", EXPERTS), 4)
-    for found in ranks.run(trained, "qwen3_moe", strategy, None, nodes, timeout_s=150.0):
-        assert_as_alone(found, wanted)
+def test_trains_as_one_process_does(ranks: LocalRanks, case: str) -> None:
+    """Losses, norms over all meshes, and three clipped AdamW steps: gradients of replicas count once."""
+    wanted = alone(drawn(TRAINED[case][0], EXPERTS), 4)
+    assert wanted["steps"][0][1] > CLIP
+    for found in ranks.run(trained, *TRAINED[case], timeout_s=150.0):
+        for one, other in zip(found["steps"], wanted["steps"], strict=True):
+            assert one == pytest.approx(other, rel=1e-5)
+        torch.testing.assert_close(found["state"], wanted["state"], rtol=1e-4, atol=1e-5)
 
 
-# One dimension, and two of two; the sweep has two with one rank in either.
-NUM_MESHES = 10 if os.environ.get("MOESYS_SWEEP") == "1" else 4
+def on_other_meshes(folder: Path) -> tuple[list[dict[str, float]], str]:
+    """Returns errors on meshes whose ranks do not ascend, and the refusal of groups that cannot be put in order."""
 
+    def mesh_of(order: Any) -> DeviceMesh:
+        return DeviceMesh("cpu", torch.tensor(order), mesh_dim_names=("dp", "ep")[-torch.tensor(order).ndim :])
 
-def on_random_meshes(folder: Path, num_meshes: int) -> list[str]:
-    """Returns the refusal of each mesh with ranks in random order, or an empty string."""
-    generator, refused = torch.Generator().manual_seed(0), []
-    wanted = drawn("qwen3_moe", EXPERTS)
-    losses = [wanted(input_ids=text(rank), labels=text(rank)).loss for rank in range(4)]
-    (sum(losses) / 4).backward()
-    norm = nn.utils.get_total_norm([each.grad for each in wanted.parameters()])
-    delayed = FSEP.replace(sharding=FSEP.sharding.replace(delay_reshard=True))
-    for number in range(num_meshes):
-        strategy = (LENT, FSEP, delayed)[number % 3]
-        sizes = [(4,), (2, 2), (2, 2), (4, 1), (1, 4)][number // 2]
-        order = torch.randperm(4, generator=generator).view(sizes)
-        mesh = DeviceMesh("cpu", order, mesh_dim_names=("dp", "ep")[-len(sizes) :])
-        model = drawn("qwen3_moe", EXPERTS)
-        try:
-            sharding = strategy.sharding.replace(slots_per_rank=12)
-            runtime = ms.parallelize(model, strategy.replace(sharding=sharding), mesh)
-        except ValueError as error:
-            refused.append(str(error))
-            continue
-        refused.append("")
-        loss = model(input_ids=text(dist.get_rank()), labels=text(dist.get_rank())).loss
-        loss.backward()
-        runtime.close()
-        torch.testing.assert_close(loss, losses[dist.get_rank()], rtol=1e-5, atol=0)
-        torch.testing.assert_close(ms.clip_grad_norm_(model, 1e6), norm, rtol=1e-5, atol=0)
-        for name, parameter in model.named_parameters():
-            each = wanted.get_parameter(name)
-            torch.testing.assert_close(parameter.grad.full_tensor(), each.grad, rtol=1e-4, atol=1e-6)
-            assert torch.equal(parameter.full_tensor(), each)
+    errors, wanted = [], drawn("qwen3_moe", EXPERTS)
+    for sharding, order in (
+        (LENT.sharding, [2, 0, 3, 1]),
+        (FSEP.sharding, [[3, 1], [0, 2]]),
+        (FSEP.sharding.replace(delay_reshard=True), [[2, 3], [1, 0]]),
+    ):
+        strategy, model = FSEP.replace(sharding=sharding), drawn("qwen3_moe", EXPERTS)
+        errors.append(errors_on_ranks(drawn("qwen3_moe", EXPERTS), model, strategy, mesh=mesh_of(order)))
         ms.hf.save_pretrained(model, folder / "hub")
         again = AutoModelForCausalLM.from_pretrained(folder / "hub")
         assert all(torch.equal(each, wanted.get_parameter(name)) for name, each in again.named_parameters())
-    return refused
+    return errors, refusal(ms.parallelize, wanted, LENT, mesh_of([[0, 3], [2, 1]]))
 
 
 # tests/moe/test_meshes.py always checks it for a layer.
 @pytest.mark.slow
 def test_ranks_of_a_mesh_may_be_in_any_order(ranks: LocalRanks, tmp_path: Path) -> None:
     """Every rank refuses groups that cannot be put in ascending order, such as [0, 3] and [1, 2]."""
-    generator, crossed = torch.Generator().manual_seed(0), []
-    for number in range(NUM_MESHES):
-        order = torch.randperm(4, generator=generator).view(2, 2).sort(dim=1).values.tolist()
-        crossed.append(number // 2 in (1, 2) and sorted(order) == [[0, 3], [1, 2]])
-    assert 0 < sum(crossed) < 4
-    for refused in ranks.run(on_random_meshes, tmp_path, NUM_MESHES, timeout_s=100.0):
-        assert ["cannot be put in an order in which ranks ascend" in each for each in refused] == crossed
-        assert [bool(each) for each in refused] == crossed
+    for errors, refused in ranks.run(on_other_meshes, tmp_path, timeout_s=100.0):
+        assert max(max(each.values()) for each in errors) < 1e-4
+        assert "cannot be put in an order in which ranks ascend" in refused
 
 
 def trained_with_late_gradients(strategies: list[ms.Strategy], sizes: tuple[int, ...]) -> list[dict[str, Any]]:
@@ -255,26 +210,6 @@ def test_resumes_on_other_ranks(ranks: LocalRanks, tmp_path: Path, strategy: ms.
     other = ranks.run(resume, tmp_path, strategy, (3,), num_ranks=3, timeout_s=100.0)[0]
     assert_equal(other["state"], saved["state"])
     assert_equal(other["moments"], again["moments"])
-
-
-def slots_in_memory(dtype: torch.dtype, policy: MixedPrecisionPolicy | None) -> tuple[Any, ...]:
-    model = drawn("qwen3_moe", EXPERTS).to(dtype)
-    computed = (policy and policy.param_dtype) or dtype
-    sharding = ms.Ep(slot_gb_per_rank=8 * 3 * 48 * 24 * computed.itemsize / 1e9)
-    strategy = LENT.replace(balance=ms.Eplb(), sharding=sharding)
-    ms.parallelize(model, strategy, policy=policy).close()
-    return experts_of(model)[0].schedule.slots_R
-
-
-@pytest.mark.parametrize(
-    ("dtype", "policy"),
-    [(torch.float32, None), (torch.bfloat16, None), (torch.float32, MixedPrecisionPolicy(param_dtype=torch.float16))],
-    ids=["float32", "bfloat16", "float16 by policy"],
-)
-def test_memory_is_as_many_slots_as_experts_in_the_compute_dtype(
-    ranks: LocalRanks, dtype: torch.dtype, policy: MixedPrecisionPolicy | None
-) -> None:
-    assert ranks.run(slots_in_memory, dtype, policy, num_ranks=2) == [(8, 8)] * 2
 
 
 class Copies(TorchDispatchMode):

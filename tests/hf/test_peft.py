@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hf_models import drawn, fsep, lent, loaded, loss_of, whole
+from hf_models import drawn, errors_on_ranks, fsep, lent, loaded, loss_of
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -38,24 +38,10 @@ def adapted(model: Any, adapter: str) -> Any:
 
 def errors_of_gradients(adapters: list[str], dtype: torch.dtype, strategy: ms.Strategy) -> list[float]:
     """Returns, for each adapter, the largest relative error of loss and of each gradient against one process."""
-    rank, num_ranks, errors = dist.get_rank(), dist.get_world_size(), []
+    errors = []
     for adapter in adapters:
-        alone, model = (adapted(drawn("qwen3_moe").to(dtype), adapter) for _ in range(2))
-        losses = [loss_of(alone, each) for each in range(num_ranks)]
-        (sum(losses) / num_ranks).backward()
-        runtime = ms.parallelize(model, strategy)
-        loss = loss_of(model, rank)
-        loss.backward()
-        runtime.close()
-        wanted = {name: each for name, each in alone.named_parameters() if each.grad is not None}
-        found = {name: each for name, each in model.named_parameters() if each.grad is not None}
-        assert wanted
-        assert wanted.keys() == found.keys()
-        assert all(each.grad.dtype == wanted[name].dtype for name, each in found.items())
-        grads = [(whole(found[name].grad).float(), each.grad.float()) for name, each in wanted.items()]
-        # Some gradients are zero: of "lora_A" where "lora_B" is.
-        wrong = torch.stack([(one - other).norm() / other.norm().clamp(min=1e-9) for one, other in grads])
-        errors.append(float(torch.maximum(wrong.max(), (loss / losses[rank] - 1).abs().detach())))
+        models = [adapted(drawn("qwen3_moe").to(dtype), adapter) for _ in range(2)]
+        errors.append(max(errors_on_ranks(*models, strategy).values()))
     return errors
 
 

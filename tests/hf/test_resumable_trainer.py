@@ -157,7 +157,9 @@ def test_weights_alone_are_refused(ranks: LocalRanks, tmp_path: Path) -> None:
         assert "model is not of a ResumableTrainer, or was not written to its end" in told
 
 
-@pytest.mark.parametrize("state", [None, '{"global_step": 4, "log_his'], ids=["missing", "torn"])
+@pytest.mark.parametrize(
+    "state", [None, '{"global_step": 4, "log_his', "[" * 100_000], ids=["missing", "torn", "too deep"]
+)
 def test_a_checkpoint_that_was_not_written_to_its_end_says_so(tmp_path: Path, state: str | None) -> None:
     (tmp_path / "training").mkdir()
     if state is not None:

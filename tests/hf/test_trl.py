@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -143,19 +142,6 @@ def in_base64(rows: Tensor) -> str:
     return base64.b64encode(rows.int().numpy().tobytes()).decode()
 
 
-def in_a_file(rows: Tensor) -> str:
-    np.save(file := io.BytesIO(), rows.byte().numpy())
-    return base64.b64encode(file.getvalue()).decode()
-
-
-FORMS: dict[str, Callable[[Tensor], Any]] = {
-    "vLLM, an array": lambda rows: rows.short().numpy(),
-    "vLLM, a file": in_a_file,
-    "SGLang": in_base64,
-    "SGLang, in pieces": lambda rows: [(0, in_base64(rows[:5])), (5, in_base64(rows[5:]))],
-}
-
-
 def weights_at(logits_TE: Tensor, expert_TK: Tensor) -> Tensor:
     """Those of Qwen3-MoE with norm_topk_prob."""
     weight_TK = logits_TE.softmax(dim=1).gather(1, expert_TK)
@@ -195,7 +181,8 @@ def page(tmp_path: Path) -> Iterator[dict[str, Any]]:
 
 def replaying_trainer(page: dict[str, Any], form: Callable[[Tensor], Any], out: Path) -> Any:
     """Returns a trainer of the page that has trained for one step, with what it saw: ``inputs``, ``gradients`` and
-    ``ratios`` of the probabilities of its policy and of the rollout. Rollouts have other experts than the policy.
+    ``ratios`` of the probabilities of its policy and of the rollout. Rollouts have other experts than the policy, and
+    hand over their routes in a ``form`` (all forms: tests/hf/test_aligned_routing.py).
     """
     from datasets import Dataset
     from trl import GRPOConfig
@@ -246,22 +233,19 @@ def replaying_trainer(page: dict[str, Any], form: Callable[[Tensor], Any], out: 
     return trainer
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_under_replay_probabilities_are_those_of_the_rollout(page: dict[str, Any], tmp_path: Path, form: str) -> None:
-    trainer = replaying_trainer(page, FORMS[form], tmp_path)
-    assert len(trainer.ratios) == 6 * page["NEW"]
-    assert (trainer.ratios - 1).abs().max() <= 1e-5
-
-
 def test_without_replay_it_has_others(page: dict[str, Any], tmp_path: Path) -> None:
     trainer = replaying_trainer(page, lambda rows: None, tmp_path)
     assert (trainer.ratios - 1).abs().max() > 0.01
 
 
-def test_gradients_under_replay_are_those_of_routers_fixed_by_hand(page: dict[str, Any], tmp_path: Path) -> None:
+def test_under_replay_probabilities_are_those_of_the_rollout_and_gradients_of_routers_fixed_by_hand(
+    page: dict[str, Any], tmp_path: Path
+) -> None:
     from trl import GRPOTrainer
 
     trainer = replaying_trainer(page, in_base64, tmp_path)
+    assert len(trainer.ratios) == 6 * page["NEW"]
+    assert (trainer.ratios - 1).abs().max() <= 1e-5
     inputs, model = trainer.inputs, trainer.model
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1).tolist()
     found = [np.frombuffer(base64.b64decode(each), np.int32).reshape(-1, 2, 3) for each in inputs["routes"]]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import assert_equal, refusal
+from conftest import assert_equal
 from harness import Stack, tokens_of, whole
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -331,46 +331,3 @@ def test_a_linked_layer_cannot_be_copied() -> None:
         copy.deepcopy(model)
     runtime.close()
     copy.deepcopy(model)
-
-
-# --- optimizers -----------------------------------------------------------------------------------------------
-
-
-def optimize(path: Path) -> dict[str, Any]:
-    """Steps with one parameter group and with two, as docs/transformers.md has it, and with foreach on the two."""
-    results: dict[str, Any] = {}
-    for name, grouped, foreach in (("one", False, None), ("two", True, None), ("foreach", True, True)):
-        model, optimizer = optimizer_of(grouped, foreach)
-        train(model, optimizer, range(1))
-        results[name] = everything(model, optimizer)
-    save(path, model, optimizer)
-    model, optimizer = optimizer_of(False, True)
-    return results | {"mixed": refusal(train, model, optimizer, range(1))}
-
-
-def optimizer_of(grouped: bool, foreach: bool | None, seed: int = 0) -> tuple[Stack, torch.optim.Optimizer]:
-    model = Stack(SHAPE, FSEP, num_layers=2, seed=seed)
-    if not grouped:
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=foreach)
-    experts = [moe.experts.masters for moe in model.moe]
-    others = [parameter for name, parameter in model.named_parameters() if not name.endswith(".experts.masters")]
-    return model, torch.optim.AdamW([{"params": experts}, {"params": others}], lr=1e-2, foreach=foreach)
-
-
-def load_groups(path: Path) -> dict[str, Tensor]:
-    model, optimizer = optimizer_of(True, True, seed=1)
-    load(path, model, optimizer)
-    loaded = everything(model, optimizer)
-    train(model, optimizer, range(2, 3))
-    return loaded
-
-
-def test_one_optimizer_takes_sharded_and_replicated_parameters(ranks: LocalRanks, tmp_path: Path) -> None:
-    results = ranks.run(optimize, tmp_path, num_ranks=2)
-    for result in results:
-        for name in ("two", "foreach"):
-            assert_equal(result[name], result["one"], name)
-        # When torch can do this, docs/transformers.md need not ask for two groups.
-        assert "mixed torch.Tensor and DTensor" in result["mixed"]
-    for loaded in ranks.run(load_groups, tmp_path, num_ranks=3):
-        assert_equal(loaded, results[0]["foreach"])

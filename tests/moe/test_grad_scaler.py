@@ -57,6 +57,7 @@ def step(strategy: ms.Strategy, how: str, infinite: str | None, clipped: bool) -
         "changed": bits(layer) != before,
         "scale": scaler.get_scale(),
         "others": [each.detach() for each in others],
+        "stepped": [local_part(each.detach()) for each in layer.parameters()],
         "unscaled": all(torch.equal(a / SCALE, b) for a, b in zip(scaled, unscaled, strict=True)),
     }
 
@@ -73,12 +74,16 @@ def steps(cases: list[Case]) -> list[dict[str, Any]]:
 
 
 def test_steps_are_scaled(ranks: LocalRanks) -> None:
-    """With every optimizer, clipped or not."""
+    """With every optimizer, clipped or not, and to the same parameters, however they are grouped."""
     cases = [(strategy, how, None, clipped) for how, strategy, clipped in product(OPTIMIZERS, BOTH, (False, True))]
-    for results in zip(*ranks.run(steps, cases), strict=True):
+    first: dict[tuple[str, bool], list[Any]] = {}
+    for (strategy, how, _, clipped), *results in zip(cases, *ranks.run(steps, cases), strict=True):
         assert [(each["changed"], each["scale"], each["unscaled"]) for each in results] == [(True, SCALE, True)] * 4
         for result in results[1:]:
             assert_equal(result["others"], results[0]["others"])
+        stepped = [each["stepped"] for each in results]
+        if how != "fused":
+            assert_equal(stepped, first.setdefault((strategy.name, clipped), stepped), how)
 
 
 def test_all_ranks_leave_out_a_step_that_is_infinite_on_one(ranks: LocalRanks) -> None:
@@ -123,6 +128,7 @@ def use_other_utilities() -> dict[str, str]:
         "norm": refusal(nn.utils.clip_grad_norm_, layer.parameters(), 1.0),
         "value": refusal(nn.utils.clip_grad_value_, layer.parameters(), 1e-3),
         "average": refusal(torch.optim.swa_utils.AveragedModel, layer),
+        "step": refusal(torch.optim.AdamW(layer.parameters(), foreach=True).step),
     }
     nn.utils.clip_grad_value_(layer.parameters(), 1e-3, foreach=False)
     assert max(local_part(each.grad).abs().max().item() for each in layer.parameters()) <= 1e-3
@@ -139,6 +145,6 @@ def use_other_utilities() -> dict[str, str]:
 def test_other_utilities_do_what_the_documentation_says(ranks: LocalRanks) -> None:
     for said in ranks.run(use_other_utilities):
         # When torch can do these, docs/transformers.md need not advise against them.
-        assert "mixed torch.Tensor and DTensor" in said["norm"]
-        assert "mixed torch.Tensor and DTensor" in said["value"]
+        for name in ("norm", "value", "step"):
+            assert "mixed torch.Tensor and DTensor" in said[name]
         assert "can be copied or pickled" in said["average"]

@@ -1,10 +1,10 @@
 """The property matrix: strategy x shape x ranks x dtype, each against the whole layer, computed plainly in float64.
 
 The plain computation uses no code of moesys: every expert computes every token, and most of that is multiplied by 0.
-It gives the output, the gradient of the tokens, and the gradients of router, experts and shared experts. Some cells run
-again in chunks, or as they did before, to the same bits. The usual run takes a part of the matrix: each strategy once,
-every shape and number of ranks in either dtype, and every shape on two numbers of ranks. ``MOESYS_SWEEP=1`` takes all
-of it, and runs every cell again in all counts of chunks.
+It gives the output, the gradient of the tokens, and the gradients of router, experts and shared experts. Some cells
+run again in chunks, with rows that travel directly, or as they did before, to the same bits. The usual run takes a
+part of the matrix: each strategy once, every shape and number of ranks in either dtype, and every shape on two numbers
+of ranks. ``MOESYS_SWEEP=1`` takes all of it, and runs every cell again in all counts of chunks.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ class Cell:
             model,
             strategy,
             tokens,
-            cluster=ms.ClusterSpec(num_nodes=len(sizes), ranks_per_node=sizes),
+            # Computing is dear beside bytes, so that experts are fetched late although there are few tokens.
+            cluster=ms.ClusterSpec(num_nodes=len(sizes), ranks_per_node=sizes, expert_tflops=1e-6),
             weights=weights_of(model),
             skew=shape.skew,
             # Another layout for every micro-batch, where any may be.
@@ -147,7 +148,17 @@ class Cell:
         """Returns the case, and those that must have its bits."""
         case = self.case()
         others = [case, *(in_chunks(case, chunks) for chunks in CHUNKS)]
-        return [case, *(others if SWEEP else others[number // AGAIN % len(others) :][: number % AGAIN == 0])]
+        if not SWEEP:
+            again = number % AGAIN == 0 or differs_in_chunks(case.strategy)
+            others = others[number // AGAIN % len(others) :][:again]
+        if case.strategy.overlap == ms.Sequential(**ONCE):
+            others.append(replace(case, strategy=case.strategy.replace(overlap=ms.Sequential())))
+        return [case, *others]
+
+
+def differs_in_chunks(strategy: ms.Strategy) -> bool:
+    """Returns whether a strategy plans from current counts, or sums rows on their way, which chunks must not change."""
+    return strategy.lag == 0 or strategy.late_slots > 0 or strategy.overlap == ms.Sequential(**BY_NODE)
 
 
 def in_chunks(case: Case, chunks: int) -> Case:
@@ -208,6 +219,9 @@ def test_outputs_and_gradients_are_those_of_the_whole_layer_in_float64(ranks: Lo
         results = [list(islice(of_rank, 1 + len(others))) for of_rank in of_ranks]
         for rank, of_rank in enumerate(results):
             assert_same_bits(of_rank, f"rank {rank}, {cell}")
+        if case.strategy.late_slots and cell in covering():
+            late = [row[-1] for layout in results[0][0]["layouts"] for row in layout]
+            assert max(late) >= 0, f"{cell}: nothing was fetched late"
         if errors := errors_of(case, [first for first, *_ in results], TOLERANCE[cell.dtype]):
             wrong[cell] = errors
     assert not wrong

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import on_ranks
+from conftest import assert_equal, on_ranks
+from harness import Stack, gradients_of
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -409,43 +410,26 @@ def test_a_step_behind_a_backward_that_failed_has_the_bits_of_any_other() -> Non
     """A backward that fails on each rank at another point, between two messages; then a step as if nothing had been."""
     rank = dist.get_rank()
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(1)
-            self.mix = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-            self.moe = nn.ModuleList(ms.MoELayer(SHAPE, FSEP, layer_index=index) for index in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for mix, moe in zip(self.mix, self.moe, strict=True):
-                x = x + moe(mix(x))
-            return x
-
-    def gradients(model: nn.Module) -> list[Tensor]:
-        found = [each.grad for each in model.parameters()]
-        return [each.to_local() if hasattr(each, "to_local") else each for each in found]
-
     def fail(_: Tensor) -> None:
         raise ArithmeticError
 
-    model = Net()
+    model = Stack(SHAPE, FSEP, num_layers=3)
     ms.link(model)
     for step in range(2):
-        expected = Net()
+        expected = Stack(SHAPE, FSEP, num_layers=3)
         expected.load_state_dict(model.state_dict())
         ms.link(expected)
         # Before and behind one layer's linear layer: no message is between the two.
-        at: Any = (model.mix[2].weight, model.mix[2].bias)[rank]
+        at: Any = (model.mixers[2].weight, model.mixers[2].bias)[rank]
         hook = at.register_hook(fail)
         with pytest.raises(ArithmeticError):
             model(tokens(rank + step)).sum().backward()
         hook.remove()
         model.zero_grad()
         expected.load_state_dict(model.state_dict())
-        expected(tokens(rank)).sum().backward()
-        model(tokens(rank)).sum().backward()
-        pairs = zip(gradients(expected), gradients(model), strict=True)
-        assert all(torch.equal(one, other) for one, other in pairs)
+        for each in (expected, model):
+            each(tokens(rank)).sum().backward()
+        assert_equal(gradients_of(model), gradients_of(expected))
         model.zero_grad()
 
 

@@ -1,15 +1,15 @@
-"""Rows cross to a node once: bits as of direct where every row comes home, bytes on the wire as the formula says."""
+"""Rows cross to a node once: the order of a node's sum, parts of large rows, bytes on the wire as the formula says.
+
+tests/moe/test_matrix.py compares the results with those of rows that travel directly.
+"""
 
 from __future__ import annotations
-
-import os
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import assert_equal
-from harness import Case, assert_same_bits, assert_same_training, gradients_of, run_cases, train
+from harness import gradients_of
 from test_node_gradients import CLUSTERS
 
 import moesys as ms
@@ -17,67 +17,13 @@ from moesys.config import Overlap
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.row_traffic import row_traffic
 
-SWEEP = os.environ.get("MOESYS_SWEEP") == "1"
-EP = ms.Strategy(name="ep")
-FSEP = EP.replace(name="fsep", sharding=ms.Fsep(slots_per_rank=(5, 3, 0, 4)), balance=ms.Greedy(), split=ms.FlowSplit())
-STRATEGIES = [EP, FSEP]
+SHARDING = ms.Fsep(slots_per_rank=(5, 3, 0, 4))
+FSEP = ms.Strategy(name="fsep", sharding=SHARDING, balance=ms.Greedy(), split=ms.FlowSplit())
 H = 24
-TOKENS = [[37, 5, 0, 18], [0, 23, 41, 9]]
 
 
 def shape(dtype: str = "float32", K: int = 4) -> ms.ModelShape:
     return ms.ModelShape(hidden_size=H, intermediate_size=16, num_experts=7, top_k=K, dtype=dtype)
-
-
-def of(strategy: ms.Strategy, **changes: Any) -> list[ms.Strategy]:
-    """Sequential, and in chunks; the sweep has each twice."""
-    overlaps = [ms.Sequential(**changes), ms.Pipelined(chunks=3, **changes)]
-    overlaps += [ms.Sequential(**changes), ms.Pipelined(chunks=8, **changes)] * SWEEP
-    return [strategy.replace(overlap=overlap) for overlap in overlaps]
-
-
-# Nodes of every kind; the slow ones are all others.
-FEW = [("nodes of 1, 2 and 1", "bfloat16")]
-ALL = [(name, dtype) for name in CLUSTERS for dtype in ("float32", "bfloat16")]
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"), [*FEW, *(pytest.param(*each, marks=pytest.mark.slow) for each in ALL if each not in FEW)]
-)
-def test_rows_once_a_node_change_no_bit_and_sums_have_their_own(ranks: LocalRanks, name: str, dtype: str) -> None:
-    cases = []
-    # Rows travel in the same ways whether or not experts move, so FSEP alone covers them.
-    strategies = [FSEP] if (name, dtype) in FEW else STRATEGIES
-    for strategy in strategies:
-        variants = [strategy, *of(strategy, node_dispatch="once")]
-        variants += of(strategy, node_dispatch="once", combine="per_node")
-        cases += [Case(shape(dtype), each, TOKENS, cluster=CLUSTERS[name], shuffle_layouts=True) for each in variants]
-    for rank, results in enumerate(ranks.run(run_cases, cases, timeout_s=240)):
-        for number, strategy in enumerate(strategies):
-            what = f"rank {rank}, {strategy.name}"
-            direct, *others = results[number * len(variants) :][: len(variants)]
-            once, sums = others[: len(others) // 2], others[len(others) // 2 :]
-            assert_same_bits([direct, *once], what)
-            assert_same_bits(sums, what)
-            tolerance = {"float32": 1e-5, "bfloat16": 3e-2}[dtype]
-            for part in ("outputs", "dx"):
-                torch.testing.assert_close(direct[part], sums[0][part], rtol=tolerance, atol=tolerance)
-            gradients = (each["gradients"] for each in (direct, sums[0]))
-            torch.testing.assert_close(*gradients, rtol=tolerance, atol=10 * tolerance)
-
-
-@pytest.mark.parametrize("combine", ["ordered", pytest.param("per_node", marks=pytest.mark.slow)])
-def test_linked_layers_and_recomputation_change_no_bit(ranks: LocalRanks, combine: str) -> None:
-    ahead = FSEP.replace(sharding=FSEP.sharding.replace(prefetch_layers=1, delay_reshard=True))
-    overlap = ms.Pipelined(chunks=3, node_dispatch="once", combine=combine)
-    runs = [(ms.Sequential() if combine == "ordered" else overlap, False, False), (overlap, True, True)]
-    alone, *others = (
-        ranks.run(train, shape(K=3), ahead.replace(overlap=way), *how, CLUSTERS["nodes of 1 and 3"], 1)
-        for way, *how in runs
-    )
-    for other in others:
-        for mine, theirs in zip(alone, other, strict=True):
-            assert_same_training(theirs, mine)
 
 
 def summed_by_node(dtype: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,13 +11,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import assert_equal
-from harness import Stack, gradients_of
-from shuffling_planner import ShufflingPlanner
 from torch import Tensor
 
 import moesys as ms
-from moesys.config import Overlap
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.layout import ExpertLayout, lender_of_experts, owner_of_experts
 from moesys.moe.masters import initial_expert
@@ -194,47 +190,3 @@ def test_a_transfer_that_failed_is_never_finished(starts: bool) -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError, match="failed before, with KeyError"):
             transfer.finish()
-
-
-def trained(cluster: ms.ClusterSpec, sharding: ms.Fsep, overlap: Overlap, linked: bool, again: bool) -> dict[str, Any]:
-    """Gradients of two micro-batches of three layers, and what slots had of the first layer's, in backward's order."""
-    strategy = ms.Strategy(name="home", sharding=sharding, balance=ms.Eplb(), overlap=overlap)
-    model = Stack(SHAPE, strategy, num_layers=3, cluster=cluster)
-    if linked:
-        ms.link(model)
-    for moe in model.moe:
-        moe.experts.schedule.source = ShufflingPlanner()
-    slots: list[dict[int, Tensor]] = []
-    shards = model.moe[0].experts.store.shards
-    reshard = shards.reshard
-
-    def recorded(grads_DP: Tensor, layout: ExpertLayout, *rest: Any) -> Any:
-        mine = layout.held_by_rank[dist.get_rank()]
-        slots.append(dict(zip(mine, grads_DP[:, :P].clone(), strict=True)))
-        return reshard(grads_DP, layout, *rest)
-
-    shards.reshard = recorded  # type: ignore[method-assign]
-    for num_tokens in (11, 7):
-        generator = torch.Generator().manual_seed(num_tokens + dist.get_rank())
-        x = torch.randn(num_tokens + 5 * dist.get_rank(), SHAPE.hidden_size, generator=generator)
-        model(x, again).sum().backward()
-    return {"slots": slots, "gradients": gradients_of(model)}
-
-
-@pytest.mark.parametrize("name", ["nodes of 1 and 3", "nodes of 3 and 1"])
-def test_travel_behind_other_work_recomputation_and_chunks_change_no_bit(ranks: LocalRanks, name: str) -> None:
-    ahead = HOME.replace(prefetch_layers=1, delay_reshard=True)
-    runs = [
-        (HOME, ms.Sequential(), False, False),
-        (ahead.replace(restore="hierarchical", prefetch_layers=2), ms.Pipelined(chunks=3), True, True),
-        (HOME.replace(reshard_after_forward=False, delay_reshard=True), ms.Pipelined(chunks=2), True, False),
-    ]
-    first, *others = [ranks.run(trained, CLUSTERS[name], *each) for each in runs]
-    for other in others:
-        for mine, theirs in zip(first, other, strict=True):
-            assert_equal(mine["gradients"], theirs["gradients"])
-    assert [len(each["slots"]) for each in first] == [2] * 4
-    batches = [summed_by_node([each["slots"][batch] for each in first], CLUSTERS[name]) for batch in range(2)]
-    for each in first:
-        (masters,) = (gradient for name, gradient in each["gradients"].items() if name.startswith("moe.0.experts."))
-        assert torch.equal(masters, batches[0] + batches[1])

@@ -47,62 +47,80 @@ def tokens_of(batch: int) -> Tensor:
     return harness.tokens_of(batch, SHAPE.hidden_size)
 
 
+BY_NODE = ms.Fsep(slots_per_rank=3, restore="hierarchical", reshard="hierarchical")
+LATE = FSEP.replace(balance=ms.Greedy(), late_slots=1, lag=2)
+# Computing is dear beside bytes, so that fetching pays although there are few tokens.
+DEAR = ms.ClusterSpec(num_nodes=2, ranks_per_node=2, expert_tflops=1e-6)
+# A strategy whose experts travel on demand, and its ranks.
+ON_DEMAND = {
+    "by node": (FSEP.replace(sharding=BY_NODE), ms.ClusterSpec(num_nodes=2, ranks_per_node=(2, 1))),
+    "flat": (FSEP, ms.ClusterSpec(ranks_per_node=3)),
+    "lent": (LENT, ms.ClusterSpec(ranks_per_node=3)),
+    "late slots": (LATE, DEAR),
+    "lag 0": (LATE.replace(late_slots=0, lag=0), DEAR),
+}
+
+
 @pytest.mark.parametrize(
-    ("behind", "num_ranks"),
-    [(BEHIND, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((BEHIND, 3), (LENT_BEHIND, 2)))],
-    ids=["fsep-2", "fsep-3", "lent-2"],
+    "name", ["by node", *(pytest.param(name, marks=pytest.mark.slow) for name in [*ON_DEMAND][1:])]
 )
-def test_linking_changes_no_bit(ranks: LocalRanks, behind: ms.Strategy, num_ranks: int) -> None:
-    # As many steps: layouts change after the second one.
-    steps, on_demand = num_ranks, LENT if behind is LENT_BEHIND else FSEP
-    plain = ranks.run(train, SHAPE, on_demand, False, False, None, steps, num_ranks=num_ranks)
+def test_linking_changes_no_bit(ranks: LocalRanks, name: str) -> None:
+    on_demand, cluster = ON_DEMAND[name]
+    plain = ranks.run(train, SHAPE, on_demand, False, False, cluster, num_ranks=cluster.num_ranks)
+    ahead = on_demand.sharding.replace(prefetch_layers=2, delay_reshard=True)
+    behind = on_demand.replace(sharding=ahead)
     variants = {
         "linked": (on_demand, True, False),
         "prefetch, delay, recomputed": (behind, True, True),
-        "pipelined": (behind.replace(overlap=ms.Pipelined(chunks=2)), True, True),
+        "in chunks, once a node": (behind.replace(overlap=ms.Pipelined(chunks=2, node_dispatch="once")), True, True),
     }
-    if behind is BEHIND:
-        kept = behind.sharding.replace(reshard_after_forward=False)
+    if isinstance(ahead, ms.Fsep):
+        kept = ahead.replace(reshard_after_forward=False)
         variants["kept after forward"] = (behind.replace(sharding=kept), True, False)
-    for name, arguments in variants.items():
-        found = ranks.run(train, SHAPE, *arguments, None, steps, num_ranks=num_ranks)
+    for variant, arguments in variants.items():
+        found = ranks.run(train, SHAPE, *arguments, cluster, num_ranks=cluster.num_ranks)
         for before, after in zip(plain, found, strict=True):
-            assert torch.equal(after["norm"], before["norm"]), name
-            assert_same_training(after, before, name)
-    if num_ranks == 3:
-        assert len({str(layouts) for layouts in plain[0]["layouts"]}) > 1, "the layout never changed"
+            assert torch.equal(after["norm"], before["norm"]), variant
+            assert_same_training(after, before, variant)
+    assert len({str(layouts) for layouts in plain[0]["layouts"]}) > 1, "the layout never changed"
 
 
-def two_micro_batches(strategy: ms.Strategy, linked: bool, checkpointed: bool) -> dict[str, Any]:
-    """Two forwards under different layouts, then their backwards in reverse order."""
+def two_micro_batches(strategy: ms.Strategy, linked: bool, again: str) -> dict[str, Any]:
+    """Two forwards under different layouts, then their backwards in reverse order. ``again``: what is recomputed."""
     model = Stack(SHAPE, strategy, num_layers=2)
     runtime = ms.link(model) if linked else None
     for moe in model.moe:
         moe.experts.schedule.source = ShufflingPlanner()
+    run: Callable[[Tensor], Tensor] = partial(model, checkpointed=bool(again))
+    if again == "blocks and the whole":
+        run = partial(checkpoint, run, use_reentrant=False, context_fn=ms.recompute)
     inputs = [tokens_of(batch).requires_grad_() for batch in (0, 1)]
     losses, layouts = [], []
     for x in inputs:
-        losses.append(model(x, checkpointed).square().sum())
+        losses.append(run(x).square().sum())
         layouts.append([moe.last_plan.layout.expert_RS.tolist() for moe in model.moe])
     for loss in reversed(losses):
         loss.backward()
     if runtime is not None:
         runtime.close()
+    assert [moe.experts.schedule.micro_batch for moe in model.moe] == [2, 2]
     return {"gradients": gradients_of(model), "dx": [x.grad for x in inputs], "layouts": layouts}
+
+
+def recomputed_in_every_way(strategy: ms.Strategy) -> list[dict[str, Any]]:
+    ways = ((False, ""), (False, "blocks"), (True, "blocks"), (False, "blocks and the whole"))
+    return [two_micro_batches(strategy, *way) for way in ways]
 
 
 @pytest.mark.parametrize(
     "strategy", [FSEP, BEHIND, LENT_BEHIND, ms.Strategy(name="ep")], ids=["fsep", "behind", "lent behind", "ep"]
 )
 def test_recomputation_in_reverse_order_changes_no_bit(ranks: LocalRanks, strategy: ms.Strategy) -> None:
-    plain = ranks.run(two_micro_batches, strategy, False, False, num_ranks=3)
-    for linked in (False, True):
-        recomputed = ranks.run(two_micro_batches, strategy, linked, True, num_ranks=3)
-        for before, after in zip(plain, recomputed, strict=True):
-            assert before["layouts"] == after["layouts"]
-            assert_equal([after["dx"], after["gradients"]], [before["dx"], before["gradients"]], linked)
-    if strategy.name != "ep":
-        assert plain[0]["layouts"][0] != plain[0]["layouts"][1]
+    for plain, *recomputed in ranks.run(recomputed_in_every_way, strategy, num_ranks=3):
+        for each in recomputed:
+            assert each["layouts"] == plain["layouts"]
+            assert_equal([each["dx"], each["gradients"]], [plain["dx"], plain["gradients"]])
+        assert (plain["layouts"][0] != plain["layouts"][1]) == (strategy.name != "ep")
 
 
 def inside_another(layer: nn.Module, x: Tensor) -> Tensor:
@@ -360,28 +378,6 @@ def test_experts_travel_before_other_work_of_a_gpu(ranks: LocalRanks, monkeypatc
 def test_a_model_without_moe_layers_cannot_be_linked() -> None:
     with pytest.raises(ValueError, match=r"the model has no ms\.Experts"):
         ms.link(torch.nn.Linear(2, 2))
-
-
-def nested_checkpoints(mode: str) -> dict[str, Any]:
-    model = Stack(SHAPE, FSEP, num_layers=2)
-    for moe in model.moe:
-        moe.experts.schedule.source = ShufflingPlanner()
-    for batch in range(3):
-        x = tokens_of(batch).requires_grad_()
-        if mode == "nested":
-            y = checkpoint(lambda x: model(x, checkpointed=True), x, use_reentrant=False, context_fn=ms.recompute)
-        else:
-            y = model(x, checkpointed=mode == "checkpointed")
-        y.square().sum().backward()
-    return {"gradients": gradients_of(model), "micro_batches": [moe.experts.schedule.micro_batch for moe in model.moe]}
-
-
-def test_nested_regions_replay_too(ranks: LocalRanks) -> None:
-    plain = ranks.run(nested_checkpoints, "plain", num_ranks=3)
-    nested = ranks.run(nested_checkpoints, "nested", num_ranks=3)
-    for before, after in zip(plain, nested, strict=True):
-        assert after["micro_batches"] == before["micro_batches"] == [3, 3]
-        assert_equal(after["gradients"], before["gradients"])
 
 
 @pytest.mark.parametrize("recomputed", [False, True])

@@ -6,11 +6,9 @@ import os
 from dataclasses import replace
 
 import pytest
-import torch
-import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mega_case import Case, Drawn, MegaRun, by_one_process, differences, new_heaps
+from mega_case import Case, Drawn, MegaRun, differences, new_heaps
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
@@ -111,28 +109,6 @@ def test_edges(ranks: LocalRanks, name: str) -> None:
     case = EDGES[name]
     found = ranks.run(differences, case, num_ranks=case.num_ranks, timeout_s=200)
     assert not any(found), found
-
-
-def test_layers_share_a_home_that_grows(ranks: LocalRanks) -> None:
-    """Forward of all, then backward from the last, each on the memory of its forward; one rank is slow to grow."""
-    small = replace(USUAL, tokens=(5, 0, 9, 3), late=(1, 0.5, "forward"))
-    layers = [small, replace(small, tokens=(11, 4, 14, 1), top_k=3, hidden=20, seed=1)]
-    assert not any(ranks.run(shared_home_differs, layers, timeout_s=200))
-
-
-def shared_home_differs(layers: list[Case]) -> list[str]:
-    rank, heaps = dist.get_rank(), new_heaps(4)
-    drawn = [Drawn(case) for case in layers]
-    runs = [MegaRun(each, rank, heaps) for each in drawn]
-    calls = [run.forward(ms.MegaKernel(rows_cap=4.0, keep_x=False)) for run in runs]
-    found = [run.backward(*call) for run, call in zip(runs[::-1], calls[::-1], strict=True)][::-1]
-    expected = [by_one_process(each, rank) for each in drawn]
-    return [
-        f"{name} of layer {layer}"
-        for layer, results in enumerate(expected)
-        for name in results
-        if not torch.equal(results[name], found[layer][name])
-    ]
 
 
 def test_rows_of_x_stay_only_where_they_are_kept() -> None:

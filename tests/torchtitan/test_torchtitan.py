@@ -138,6 +138,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor parallelism": parallel(2, 2, tensor_parallel_degree=2),
     "replicas": parallel(4, data_parallel_replicate_degree=2),
     "full DTensor": parallel(2, spmd_backend="full_dtensor"),
+    **{model: (2, {"model": model, "eps": 1e-3}) for model in ("deepseek_v3", "gpt_oss")},
 }
 
 
@@ -147,7 +148,10 @@ def test_other_runs_train_as_in_torchtitan(titan: LocalRanks, case: str) -> None
     num_ranks, options = CASES[case]
     wanted = titan.run(train, Run(**options), num_ranks=num_ranks)
     for name in ["lent", "fsep"] if options else STRATEGIES:
-        same_training(titan.run(train, Run(ours(STRATEGIES[name]), **options), num_ranks=num_ranks), wanted)
+        found = titan.run(train, Run(ours(STRATEGIES[name]), **options), num_ranks=num_ranks)
+        # Models of full width: Adam multiplies what the order of sums changes in small gradients, until a token of
+        # gpt-oss chooses another expert in the sixth step.
+        same_training(found, wanted, tolerance=1e-4 if "model" in options else 1e-5)
 
 
 @pytest.mark.slow
@@ -203,16 +207,6 @@ def test_weights_are_exported_in_the_format_of_the_hub(titan: LocalRanks, tmp_pa
 
 
 @pytest.mark.slow
-def test_thirty_steps_with_the_same_choices_stay_together(titan: LocalRanks, theirs: Any) -> None:
-    wanted = theirs(4, steps=30, sequences=1, eps=1e-3)
-    for strategy in STRATEGIES.values():
-        run = Run(ours(strategy), steps=30, sequences=1, eps=1e-3, forced=wanted)
-        found = titan.run(train, run, num_ranks=4)[0]
-        assert found.losses == pytest.approx(wanted[0].losses, rel=1e-4)
-        assert found.norms == pytest.approx(wanted[0].norms, rel=1e-4)
-
-
-@pytest.mark.slow
 def test_what_cannot_run_is_refused_on_all_ranks_with_a_way_out(titan: LocalRanks, tmp_path: Path) -> None:
     late = STRATEGIES["fsep"].replace(sharding=ms.Fsep(slots_per_rank=5, prefetch_layers=1, delay_reshard=True))
     ep, mega = ours(STRATEGIES["ep"]), ours(ms.Strategy(name="mega", overlap=ms.MegaKernel()))
@@ -259,16 +253,6 @@ def test_the_page_is_followed(titan: LocalRanks, tmp_path: Path) -> None:
         run = Run(command=arguments, steps=1, folder=str(tmp_path))
         losses.append(titan.run(call, "train_in", str(tmp_path), run, num_ranks=4)[0].losses)
     assert losses == [losses[0]] * len(commands)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["deepseek_v3", "gpt_oss"])
-def test_other_models_train_as_torchtitan_does(titan: LocalRanks, theirs: Any, model: str) -> None:
-    for name in ("lent", "fsep"):
-        # These have their full width. Adam multiplies what the order of sums changes in small gradients, until a token
-        # of gpt-oss chooses another expert in the sixth step.
-        found = titan.run(train, Run(ours(STRATEGIES[name]), model, eps=1e-3), num_ranks=2)
-        same_training(found, theirs(2, model=model, eps=1e-3), tolerance=1e-4)
 
 
 @pytest.mark.slow
