@@ -173,7 +173,7 @@ def on_kernels(*given: Any) -> list[tuple[float, list[str]]]:
 
 
 KERNELS = TritonExperts()
-MEGA = [each.replace(overlap=ms.MegaKernel()) for each in (EP, fsep(2))]
+MEGA = [each.replace(overlap=ms.MegaKernel(rows_cap=2.0)) for each in (EP, fsep(2))]
 
 
 @pytest.mark.slow

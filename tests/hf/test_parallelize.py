@@ -131,8 +131,14 @@ def on_other_meshes(folder: Path) -> tuple[list[dict[str, float]], str]:
         (FSEP.sharding, [[3, 1], [0, 2]]),
         (FSEP.sharding.replace(delay_reshard=True), [[2, 3], [1, 0]]),
     ):
-        strategy, model = FSEP.replace(sharding=sharding), drawn("qwen3_moe", EXPERTS)
-        errors.append(errors_on_ranks(drawn("qwen3_moe", EXPERTS), model, strategy, mesh=mesh_of(order)))
+        strategy, model, plain = (
+            FSEP.replace(sharding=sharding),
+            drawn("qwen3_moe", EXPERTS),
+            drawn("qwen3_moe", EXPERTS),
+        )
+        errors.append(errors_on_ranks(plain, model, strategy, mesh=mesh_of(order)))
+        norms = ms.clip_grad_norm_(model, CLIP), nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
+        errors[-1]["norm"] = abs(norms[0].item() / norms[1].item() - 1)
         ms.hf.save_pretrained(model, folder / "hub")
         again = AutoModelForCausalLM.from_pretrained(folder / "hub")
         assert all(torch.equal(each, wanted.get_parameter(name)) for name, each in again.named_parameters())

@@ -22,7 +22,7 @@ from moesys.moe.experts import experts_of
 # What 2, 3 and 4 ranks divide.
 EXPERTS, BATCH = 12, 12
 GREEDY: dict[str, Any] = {"balance": ms.Greedy(), "split": ms.FlowSplit()}
-SAVED_AT, STEPS = 2, 4
+SAVED_AT, STEPS = 2, 3
 LENT = ms.Strategy(name="lent", sharding=ms.Ep(slots_per_rank=7), **GREEDY)
 FSEP = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=7), overlap=ms.Pipelined(chunks=2), **GREEDY)
 

@@ -99,7 +99,7 @@ STRATEGIES: dict[str, Callable[[int], ms.Strategy]] = {
     "ep, invariant": lambda _: ms.Strategy(name="ep", reduction=INVARIANT),
     "lent": lambda slots: _lent(slots),
     "lent by node, in chunks": lambda slots: _lent(slots, lend="hierarchical", overlap=ms.Pipelined(chunks=2)),
-    "lent, late": lambda slots: _lent(slots + 1, late_slots=1),
+    "lent, late": lambda slots: _lent(slots, late_slots=1),
     "lent on the counts": lambda slots: _lent(slots, lag=0, balance=ms.Eplb()),
     # It may borrow as many as live on a rank.
     "lent by quotas": lambda slots: _lent(2 * slots, lag=0, balance=ms.MoonEp(), split=ms.Quotas()),
@@ -111,7 +111,7 @@ STRATEGIES: dict[str, Callable[[int], ms.Strategy]] = {
         slots, {"restore": "hierarchical", "reshard": "hierarchical"}, overlap=ms.Sequential(**ONCE)
     ),
     "fsep, sums of nodes": lambda slots: _fsep(slots, overlap=ms.Sequential(**BY_NODE)),
-    "fsep by node, late": lambda slots: _fsep(slots + 1, {"restore": "hierarchical"}, late_slots=1),
+    "fsep by node, late": lambda slots: _fsep(slots, {"restore": "hierarchical"}, late_slots=1),
     "fsep by quotas": lambda slots: _fsep(slots, lag=0, balance=ms.Llep(min_tokens=1), split=ms.Quotas()),
     "fsep, invariant": lambda slots: _fsep(slots, overlap=ms.Pipelined(chunks=2), reduction=INVARIANT),
 }

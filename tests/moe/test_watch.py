@@ -22,7 +22,7 @@ import moesys as ms
 from moesys.balance.layout_schedule import PlanEvent
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.runs.watched_run import read_watched_run
-from moesys.step_lines import StepLine, step_journal
+from moesys.step_lines import step_journal
 
 H, NUM_RANKS, MICRO_BATCHES = 16, 2, 3
 SHAPE = ms.ModelShape(hidden_size=H, intermediate_size=16, num_experts=6, top_k=2)
@@ -215,27 +215,18 @@ def test_a_resumed_run_appends_behind_whole_lines(tmp_path: Path) -> None:
     assert steps[-3:] == [steps[-4] + 1, 1, 2]
 
 
-def test_a_long_last_line_is_found(tmp_path: Path) -> None:
-    line = StepLine(7, 1, 0.0, 1.0, {"x" * 300_000: 1.0}, ())
-    journal = step_journal(tmp_path / "rank-0000.jsonl")
-    journal.append(StepLine(6, 1, 0.0, 1.0, {}, ()))
-    journal.append(line)
+def test_lines_survive_a_round_trip_and_long_ones_are_gone_on_from(tmp_path: Path) -> None:
     model = two_layers(EP)
     with ms.Watch(model, tmp_path) as watch:
         step_of(model)
-        watch.step()
-    assert lines_of(tmp_path)[-1]["step"] == 8
-
-
-def test_lines_survive_a_round_trip(tmp_path: Path) -> None:
-    model = two_layers(EP)
-    with ms.Watch(model, tmp_path) as watch:
-        step_of(model)
-        watch.step(loss=1.5, lost=math.inf)
+        watch.step(7, loss=1.5, lost=math.inf, **{"x" * 300_000: 1.0})
     journal = step_journal(tmp_path / "rank-0000.jsonl")
     (line,) = journal.read()
     assert journal.to_line(line) == (tmp_path / "rank-0000.jsonl").read_bytes()
     assert math.isnan(line.numbers["lost"])
+    with ms.Watch(model, tmp_path) as watch:
+        watch.step()
+    assert lines_of(tmp_path)[-1]["step"] == 8
 
 
 def test_what_is_watched_already_is_refused(tmp_path: Path) -> None:
