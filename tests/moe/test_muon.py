@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conftest import SWEEP, assert_equal, refusal
-from harness import Stack, tokens_of, whole
+from harness import Stack, summed, tokens_of, whole
 from muon_oracle import Oracle, of_flat
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.moe import muon
+from moesys.moe.masters import local_part
 
 # Sizes are uneven: P_e = 1275 elements over 2 and 4 ranks, and 6 experts over 4.
 SHAPE = ms.ModelShape(hidden_size=25, intermediate_size=17, num_experts=6, top_k=2, n_shared_experts=1)
@@ -53,6 +54,9 @@ def trained(strategy: ms.Strategy, options: dict[str, Any], dtype: torch.dtype, 
         oracle.step()
         optimizer.step()
         optimizer.zero_grad()
+    masters = [layer.experts.masters for layer in model.moe]
+    kept = torch.tensor(sum(local_part(optimizer.state[each]["momentum_buffer"]).numel() for each in masters))
+    assert summed(kept) == sum(each.numel() for each in masters), "momentum is not on one rank each"
     moved = float((whole(model.moe[0].experts.masters).detach() - begin).norm() / begin.norm())
     return max(oracle.errors().values()), moved
 
