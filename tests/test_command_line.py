@@ -16,12 +16,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from runner_cases import EP, FAILING, FSEP, simulation
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from benchmarks.__main__ import PAGES
 from benchmarks.__main__ import app as benchmarks
-from moesys import ClusterSpec, CpSat, Experiment, Fsep, Generated, Greedy, ModelShape, Strategy, plan_layout
+from moesys import ClusterSpec, CpSat, Eplb, Experiment, plan_layout
 from moesys.__main__ import COMMANDS, app, main
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.runs.declarations import changed
@@ -31,15 +32,7 @@ HEAD = "import moesys as ms\nfrom moesys.config.experiment import Experiment\n"
 
 
 def experiment(**changes) -> Experiment:
-    fields = {
-        "name": "small",
-        "model": ModelShape(hidden_size=8, intermediate_size=8, num_experts=4, top_k=2),
-        "cluster": ClusterSpec(ranks_per_node=2),
-        "strategies": (Strategy(name="ep"), Strategy(name="fsep", sharding=Fsep(slots_per_rank=3))),
-        "workload": Generated(warmup=1, steps=2, tokens_per_rank=32),
-        "seeds": (0, 1),
-    }
-    return Experiment(**fields | changes)
+    return simulation(**{"name": "small", "strategies": (EP, FSEP)} | changes)
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +105,7 @@ def test_run_prints_a_line_a_trial_and_the_table_and_then_has_nothing_to_do():
 
 
 def a_sweep(skews=(0.0, 1.0), **changes) -> str:
-    one = experiment(workload=Generated(warmup=1, steps=2, tokens_per_rank=32), **changes).to_json()
+    one = experiment(**changes).to_json()
     return f"""{HEAD}
 def experiments() -> list[Experiment]:
     one = Experiment.from_json({one!r})
@@ -141,8 +134,8 @@ def test_experiments_of_one_file_run_one_after_another_and_one_is_explained():
     ("settings", "expected"),
     [
         (["workload.skew=0,1.5"], {"small-skew-0": 0, "small-skew-1.5": 1.5}),
-        (["strategies.fsep.sharding.slots_per_rank=3,4"], {"small-slots_per_rank-3": 3, "small-slots_per_rank-4": 4}),
-        (["strategies.1.balance=greedy"], {"small-balance-greedy": Greedy()}),
+        (["strategies.fsep.sharding.slots_per_rank=4,5"], {"small-slots_per_rank-4": 4, "small-slots_per_rank-5": 5}),
+        (["strategies.1.balance=eplb"], {"small-balance-eplb": Eplb()}),
         (["seeds=4,5"], {"small": (4, 5)}),
         (["cluster.ranks_per_node=4", "workload.skew=1"], {"small-ranks_per_node-4-skew-1": 1}),
     ],
@@ -153,8 +146,7 @@ def test_settings_change_fields_and_several_values_make_several_experiments(sett
 
 
 def test_a_failed_trial_gives_exit_code_1_and_a_format_for_machines_has_stdout_for_itself():
-    failing = Strategy(name="failing", sharding=Fsep(slots_per_rank=4), balance=CpSat(min_replicas=3))
-    write("partly.json", experiment(strategies=(Strategy(name="ep"), failing), seeds=(0,)).to_json())
+    write("partly.json", experiment(strategies=(EP, FAILING), seeds=(0,)).to_json())
     result = moesys("run", "partly.json")
     assert result.exit_code == 1
     assert "failing seed 0: FAILED after" in result.stdout

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from runner_cases import simulation
 
 import moesys as ms
 
@@ -82,43 +83,6 @@ def test_machine_code_of_another_users_package_is_kept_by_who_runs_it(unlocked: 
     assert not list(cwd.iterdir())
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to another user")
-# test_compiled.py always has who may own what is loaded.
-@pytest.mark.slow
-@pytest.mark.parametrize("shared", ["the folder for temporary files", "NUMBA_CACHE_DIR"])
-def test_machine_code_in_a_folder_of_another_user_is_not_run(unlocked: Path, shared: str) -> None:
-    site, home, mine, theirs = (unlocked / name for name in ("site", "home", "mine", "theirs"))
-    for folder in (home, mine, theirs):
-        folder.mkdir()
-        folder.chmod(0o1777)
-    shutil.copytree(Path(ms.__file__).parent, site / "moesys", ignore=shutil.ignore_patterns("__pycache__"))
-    locked(site)
-    locked(home)
-
-    def call(folder: Path) -> None:
-        # Other processes of this user may have left code with the temporary files of the machine.
-        variables = {"TMPDIR": folder} if shared != "NUMBA_CACHE_DIR" else {"NUMBA_CACHE_DIR": folder, "TMPDIR": home}
-        done = python("-c", COMPILED, cwd=unlocked, PYTHONPATH=site, HOME=home, **variables)
-        assert (done.returncode, done.stdout) == (0, "[2, 2, 2]\n"), done.stderr
-
-    call(mine)
-    shutil.copytree(mine, theirs, dirs_exist_ok=True)
-    planted = list(theirs.rglob("*.nbc"))
-    for file in planted:
-        file.write_text(f"cos\nsystem\n(S'touch {unlocked}/it_ran'\ntR.")
-    call(theirs)
-    # Code of this user's own is loaded, and was planted so that it would run.
-    assert planted
-    assert (unlocked / "it_ran").exists()
-    (unlocked / "it_ran").unlink()
-    for path in [*theirs.rglob("*")]:
-        os.chown(path, OTHER_USER, OTHER_USER)
-    for file in planted:
-        file.write_text(f"cos\nsystem\n(S'touch {unlocked}/it_ran'\ntR.")
-    call(theirs)
-    assert not (unlocked / "it_ran").exists()
-
-
 COMMANDS = """
 import sys
 from typer.testing import CliRunner
@@ -130,15 +94,7 @@ for line in sys.stdin.read().splitlines():
 
 
 def test_commands_that_write_say_where_they_cannot_and_others_run(unlocked: Path) -> None:
-    shape = ms.ModelShape(hidden_size=16, intermediate_size=16, num_experts=4, top_k=2)
-    experiment = ms.Experiment(
-        name="small",
-        model=shape,
-        cluster=ms.ClusterSpec(ranks_per_node=2),
-        strategies=(ms.presets.ep(),),
-        workload=ms.Generated(tokens_per_rank=16, num_layers=1, warmup=0, steps=2),
-        seeds=(0,),
-    )
+    experiment = simulation(strategies=(ms.presets.ep(),), seeds=(0,))
     cwd, home, free = (unlocked / name for name in ("cwd", "home", "free"))
     for folder in (cwd, home, free):
         folder.mkdir()
@@ -146,7 +102,7 @@ def test_commands_that_write_say_where_they_cannot_and_others_run(unlocked: Path
     (cwd / "space.toml").write_text(ms.Space({"sharding": ("ep",)}).to_toml())
     (cwd / "load.csv").write_text("1,2\n2,1\n")
     ms.run(experiment, cwd / "theirs", jobs=1).path.rename(cwd / "run_folder")
-    layer = ms.MoELayer(shape, ms.presets.ep())
+    layer = ms.MoELayer(experiment.model, ms.presets.ep())
     watch = ms.Watch(layer, cwd / "watched")
     layer(torch.ones(2, 16)).sum().backward()
     watch.step()

@@ -77,7 +77,7 @@ def test_more_slots_never_raise_the_bound_however_little_a_token_costs(faster):
     assert all(more <= fewer * (1 + 1e-6) for fewer, more in pairwise(found))
 
 
-@pytest.mark.parametrize("seed", quick(range(60), 0, 1, 3, 6, 7))
+@pytest.mark.parametrize("seed", quick(range(60), 0, 6, 23, 36, 56))
 def test_the_bound_is_below_all_layouts_of_small_problems(seed):
     numbers = np.random.default_rng(seed)
     nodes = ((1, 1), (1, 2), (2, 1), (1, 1, 1))[seed % 4]

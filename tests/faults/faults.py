@@ -1,16 +1,10 @@
-"""The list of faults: each seed is a kind of fault, what it strikes, on how many ranks, and when; and the journal of
-those that were tried.
+"""The list of faults: each seed is a kind of fault, what it strikes, on how many ranks, and when.
 
-The first 12 seeds have all kinds. The journal is a file for one state of the code, in .pytest_cache/faults, or in the
-folder that MOESYS_FAULT_JOURNAL names: a sweep that was stopped goes on behind the seeds that it has passed there.
+The first 12 seeds have all kinds.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -120,42 +114,3 @@ class Fault:
     def __str__(self) -> str:
         ranks = f" of {self.num_ranks} ranks" if self.num_ranks > 1 else ""
         return f"{self.seed}: {self.kind} in {self.target}{ranks}"
-
-
-# --- the journal ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A fault that was tried. outcome: "right" at once, "resumed", "refused" with an error, or "failed"."""
-
-    seed: int
-    kind: str
-    outcome: str
-    seconds: float
-
-
-def journal() -> Path:
-    """Returns the path of the journal for the code as it is."""
-    folder = Path(os.environ.get("MOESYS_FAULT_JOURNAL") or ROOT / ".pytest_cache" / "faults")
-    found = hashlib.sha256()
-    for path in sorted([*(ROOT / "moesys").rglob("*.py"), *Path(__file__).parent.glob("*.py")]):
-        found.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
-    return folder / f"{found.hexdigest()[:16]}.jsonl"
-
-
-def tried(path: Path) -> dict[int, Trial]:
-    """Returns the newest trial of each seed."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {trial.seed: trial for trial in (Trial(**json.loads(line)) for line in lines)}
-
-
-def table(trials: dict[int, Trial]) -> list[str]:
-    """Returns the table of a sweep in Markdown."""
-    rows = ["| fault | tried | survived | right at once | resumed | refused by name |", "|---|--:|--:|--:|--:|--:|"]
-    for kind in (*KINDS, "all"):
-        count = Counter(trial.outcome for trial in trials.values() if kind in (trial.kind, "all"))
-        survived = count.total() - count["failed"]
-        cells = [kind, count.total(), survived, *(count[each] for each in ("right", "resumed", "refused"))]
-        rows.append(f"| {' | '.join(map(str, cells))} |")
-    return rows

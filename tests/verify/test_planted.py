@@ -11,8 +11,13 @@ from planted import FAULTS
 from moesys import verify
 
 ALWAYS = (
-    *("gradients summed", "router detached"),
-    *("norm misses experts", "bias in each micro-batch", "counts doubled by recomputation", "bias lost on resume"),
+    *(
+        "gradients summed",
+        "norm misses experts",
+        "bias in each micro-batch",
+        "counts doubled by recomputation",
+        "bias lost on resume",
+    ),
     *("evaluation in training mode", "equal masks"),
 )
 

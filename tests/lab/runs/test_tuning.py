@@ -72,7 +72,6 @@ def test_what_is_found_can_be_run_and_explained(tmp_path, capsys):
     assert experiment.strategies[-1] == tuned
     assert moesys("run", file, "--out", tmp_path / "runs", "--strategy", folder / "tuned.toml") == 0
     assert moesys("run", folder / "experiment.toml", "--out", tmp_path / "runs") == 0
-    assert moesys("explain", file, "--strategy", folder / "tuned.toml") == 0
     assert moesys("explain", folder / "experiment.toml") == 0
     assert "tuned" in capsys.readouterr().out
     # Under another name it is there already.
