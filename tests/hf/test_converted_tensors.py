@@ -19,9 +19,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 from conftest import assert_equal
-from hf_models import MULTIMODAL, drawn, fsep, lent
+from hf_models import MULTIMODAL, drawn
 from safetensors.torch import save_file
 from test_convert import EXPERT, PROJECTIONS, changed, config_says, logits, quietly, tensors
+from test_save_pretrained import save_own
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import Interleave, WeightConverter, revert_weight_conversion
@@ -347,21 +348,13 @@ def test_names_and_shapes_of_each_expert_are_those_of_the_whole_model(family: st
             assert sum(map(len, of_each)) in (len(of_all), E * len(of_all))
 
 
-def saved_under(family: str, out: Path) -> None:
-    for strategy in (lent(2), fsep(2)):
-        model = drawn(family)
-        runtime = ms.parallelize(model, strategy)
-        ms.hf.save_pretrained(model, out / strategy.name)
-        runtime.close()
-
-
 @pytest.mark.parametrize("family", MULTIMODAL)
 def test_models_of_several_modalities_are_saved_and_converted(ranks: LocalRanks, tmp_path: Path, family: str) -> None:
     model = drawn(family)
     model.save_pretrained(tmp_path / "hub")
     ms.hf.check_checkpoint(tmp_path / "hub")
     ms.hf.save_pretrained(model, tmp_path / "alone")
-    ranks.run(saved_under, family, tmp_path, num_ranks=2, timeout_s=100.0)
+    ranks.run(save_own, family, tmp_path, (2,), 8, num_ranks=2, timeout_s=100.0)
     assert_equal(there_and_back(tmp_path), tensors(tmp_path / "hub"))
     for folder in ("alone", "lent", "fsep"):
         assert_equal(tensors(tmp_path / folder), tensors(tmp_path / "hub"))

@@ -95,10 +95,11 @@ def test_plain_transformers_loads_what_ranks_save(
     assert sorted(path.name for path in tmp_path.iterdir()) == [str(index) for index in range(len(cases))]
 
 
-def save_own(folder: Path, out: Path) -> None:
-    for strategy in (lent(2, OWN), fsep(2, OWN)):
-        model = drawn(folder.name, OWN)
-        runtime = ms.parallelize(model, strategy, init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep")))
+def save_own(family: str, out: Path, sizes: tuple[int, ...], num_experts: int) -> None:
+    for strategy in (lent(2, num_experts), fsep(2, num_experts)):
+        model = drawn(family, num_experts)
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "ep")[-len(sizes) :])
+        runtime = ms.parallelize(model, strategy, mesh)
         ms.hf.save_pretrained(model, out / strategy.name)
         runtime.close()
 
@@ -107,7 +108,7 @@ def save_own(folder: Path, out: Path) -> None:
 def test_what_a_loop_of_ones_own_saves(ranks: LocalRanks, tmp_path: Path, family: str) -> None:
     """Also where ranks have different numbers of experts."""
     drawn(family, OWN).save_pretrained(tmp_path / family)
-    ranks.run(save_own, tmp_path / family, tmp_path, timeout_s=100.0)
+    ranks.run(save_own, family, tmp_path, (2, 2), OWN, timeout_s=100.0)
     for name in ("lent", "fsep"):
         assert_same(tmp_path / name, tmp_path / family)
 
