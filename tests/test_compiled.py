@@ -252,7 +252,7 @@ def test_code_is_found_wherever_the_package_was_moved_with_other_times_of_its_fi
 
 def test_planners_decide_the_same_in_python_as_compiled(monkeypatch):
     splits = (ms.FlowSplit(), ms.FlowSplit(max_inter_node="seconds"), ms.Proportional())
-    usual = ("2x4", "3+1+2", "3+3, uneven slots")
+    usual = ("3+1+2", "3+3, uneven slots")
 
     def plans() -> list[bytes]:
         found = []
