@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn import functional
 from torch.nn.utils.parametrize import is_parametrized
 
 from moesys.moe.outside import mean_of
@@ -168,9 +167,9 @@ def factors_of(adapter: Any | None) -> tuple[Tensor, Tensor] | tuple[None, None]
     if not active:
         return None, None
     E = adapter.num_experts
-    inward = torch.cat([adapter.lora_A[each].weight.unflatten(0, (E, -1)) for each in active], dim=1)
-    scaled = [adapter.lora_B[each].weight.unflatten(1, (-1, E)) * adapter.scaling[each] for each in active]
-    return _padded(inward, torch.cat(scaled, dim=1).permute(2, 0, 1))
+    inward = [adapter.lora_A[each].weight.unflatten(0, (E, -1)) for each in active]
+    outward = [adapter.lora_B[each].weight.unflatten(1, (-1, E)).permute(2, 0, 1) for each in active]
+    return _joined(inward, [each * adapter.scaling[name] for name, each in zip(active, outward, strict=True)])
 
 
 def with_factors(module: Any, name: str, transposed: bool) -> tuple[Tensor, tuple[Tensor, Tensor] | tuple[None, None]]:
@@ -184,12 +183,22 @@ def with_factors(module: Any, name: str, transposed: bool) -> tuple[Tensor, tupl
     left, right = proxies[0].lhs, proxies[0].rhs
     if transposed:
         left, right = right.mT, left.mT
-    return proxies.original, _padded(right, left * proxies[0].scaling)
+    return proxies.original, _joined([right], [left * proxies[0].scaling])
 
 
-def _padded(inward: Tensor, outward: Tensor) -> tuple[Tensor, Tensor]:
-    more = -inward.shape[1] % 16
-    return functional.pad(inward, (0, 0, 0, more)).contiguous(), functional.pad(outward, (0, more)).contiguous()
+def _joined(inward: Sequence[Tensor], outward: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Returns the factors of several adapters as one pair, with zeros up to the next multiple of 16 for r. Outward ones
+    lie as [r, E, out], in which a matrix of PEFT, [out, r·E], is only turned.
+    """
+    E, more = len(inward[0]), -sum(each.shape[1] for each in inward) % 16
+    inward = [each.contiguous() for each in inward]
+    turned = [each.permute(2, 0, 1).flatten(0, 1).contiguous() for each in outward]
+    if more:
+        inward.append(inward[0].new_zeros(E, more, inward[0].shape[2]))
+        turned.append(turned[0].new_zeros(more * E, turned[0].shape[1]))
+    # Copies of one pair would take as long as to turn it.
+    inward_ERI, turned_RO = (torch.cat(of, dim) if len(of) > 1 else of[0] for of, dim in ((inward, 1), (turned, 0)))
+    return inward_ERI, turned_RO.unflatten(0, (-1, E)).transpose(0, 1).contiguous().mT
 
 
 def with_lora(module: Any, name: str, adapter: Any | None, mean_over: int | None) -> Tensor:

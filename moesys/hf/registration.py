@@ -117,9 +117,11 @@ def experts_forward(
 def _by_kernels(
     experts: ExpertsModule, _: PagePool, module: nn.Module, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor
 ) -> Tensor:
-    gate_up_EUH, down_EHI = (getattr(module, name) for name in experts.names)
-    dtype = compute_dtype(gate_up_EUH)
-    y_TH = moe_experts(x_TH.to(dtype), index_TK, weight_TK, gate_up_EUH.to(dtype), down_EHI.to(dtype), "swiglu")
+    read = [with_factors(module, name, experts.transposed) for name in experts.names]
+    dtype = compute_dtype(read[0][0])
+    factors = [None if factor is None else factor.to(dtype) for _, of_matrix in read for factor in of_matrix]
+    gate_up_EUH, down_EHI = (matrix.to(dtype) for matrix, _ in read)
+    y_TH = moe_experts(x_TH.to(dtype), index_TK, weight_TK, gate_up_EUH, down_EHI, factors=factors)
     return y_TH.to(x_TH.dtype)
 
 

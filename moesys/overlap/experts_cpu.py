@@ -72,6 +72,11 @@ class Projection:
     low_rank: Sequence[LowRank] | None = None
     low_rank_gradient: Sequence[LowRank] | None = None
 
+    @property
+    def rank(self) -> int:
+        """Returns that of LoRA, 0 without."""
+        return self.low_rank[0].inward.shape[0] if self.low_rank else 0
+
 
 @dataclass(frozen=True)
 class CpuExperts:
@@ -156,31 +161,23 @@ class _Pass:
                 out += projection.bias(slot.slot)
             if projection.low_rank is not None:
                 inner = self._inner(projection, slot.slot, x)
-                out += self._thin("outward", inner, projection.low_rank[slot.slot].outward)
+                self._multiply_thin(inner, projection.low_rank[slot.slot].outward, out, add=True)
 
-    def _multiply_back(self, projection: Projection, slots: Sequence[SlotRows], dy_NB: Tensor, out_NA: Tensor) -> None:
-        """Writes ``out = dy @ weight``."""
-        for slot, dy, out in _by_slot(slots, dy_NB, out_NA):
-            matmul_rows(dy, self._weight(projection, slot).t(), out, self.rule)
-            if projection.low_rank is not None:
-                inner = self._inner(projection, slot.slot, dy, back=True)
-                out += self._thin("outward", inner, projection.low_rank[slot.slot].inward.t())
-
-    def _inner(self, projection: Projection, slot: int, rows_NA: Tensor, *, back: bool = False) -> Tensor:
-        """Returns rows [N, r], by the inward factor of a slot or, going ``back``, by its outward one."""
+    def _inner(self, projection: Projection, slot: int, x_NA: Tensor) -> Tensor:
+        """Returns rows [N, r] by the inward factor of a slot, in scratch memory."""
         assert projection.low_rank is not None
-        inward, outward = projection.low_rank[slot]
-        return self._thin("inward", rows_NA, outward.t() if back else inward)
+        inward = projection.low_rank[slot].inward
+        out_NR = self.scratch("inner", (x_NA.shape[0], inward.shape[0]), x_NA.dtype)
+        self._multiply_thin(x_NA, inward, out_NR)
+        return out_NR
 
-    def _thin(self, name: str, x_NA: Tensor, weight_BA: Tensor) -> Tensor:
-        """Returns x @ weightᵀ of a factor of LoRA, in scratch memory, by rules of its own."""
-        weight_BA = weight_BA.to(x_NA.dtype)
-        out_NB = self.scratch(name, (len(x_NA), len(weight_BA)), x_NA.dtype)
-        rule = row_rule(x_NA.shape[1], len(weight_BA), x_NA.dtype, weight_BA.is_contiguous(), x_NA.device.type)
-        if rule.tile_rows is None and len(x_NA) < rule.min_rows:
+    def _multiply_thin(self, x_NA: Tensor, weight_BA: Tensor, out_NB: Tensor, *, add: bool = False) -> None:
+        """Writes or adds ``x @ weightᵀ`` of a factor of LoRA, by rules of its own."""
+        weight_BA, (num_rows, A) = weight_BA.to(x_NA.dtype), x_NA.shape
+        rule = row_rule(A, weight_BA.shape[0], x_NA.dtype, weight_BA.stride(1) == 1, x_NA.device.type, add)
+        if rule.tile_rows is None and num_rows < rule.min_rows:
             rule = RowRule(tile_rows=rule.min_rows)
-        matmul_rows(x_NA, weight_BA, out_NB, rule)
-        return out_NB
+        matmul_rows(x_NA, weight_BA, out_NB, rule, add=add)
 
     def _weight(self, projection: Projection, slot: SlotRows) -> Tensor:
         """Returns [out, in]; a cast one lasts until the next is cast."""
@@ -260,6 +257,8 @@ class CpuBackward(_Pass):
         self.dh_PU = scratch.memory.empty((kept_rows, self.h_PU.shape[1]), self.h_PU.dtype, self.h_PU.device)
         width = self.h_PU.shape[1] // self.activation.halves
         self.wa_PI = scratch.memory.empty((kept_rows, width), self.h_PU.dtype, self.h_PU.device)
+        # Rows dh and dy by the outward factors of LoRA on up and on down.
+        self.up_PR, self.down_PR = (self.wa_PI.new_empty(kept_rows, each.rank) for each in (up, down))
         # The grids of each slot's gradients, where blocks are added on one.
         self.grids_S: list[dict[str, float]] = []
         # The largest dh and weighted activation of each row.
@@ -281,20 +280,35 @@ class CpuBackward(_Pass):
             da_NI = self._activations(h_NU)
             dh_NU = self.dh_PU[rows] if self.later else scratch("dh", h_NU.shape, h_NU.dtype)
             wa_NI = self.wa_PI[rows] if self.later else scratch("wa", da_NI.shape, da_NI.dtype)
-            self._multiply_back(self.down, slots, scratch.cast("cast dy", dy_NH, h_NU.dtype), da_NI)
+            kept = [(self.up_PR, self.up, "up inner"), (self.down_PR, self.down, "down inner")]
+            up_NR, down_NR = (
+                of[rows] if self.later else scratch(name, (len(h_NU), each.rank), h_NU.dtype) for of, each, name in kept
+            )
+            self._multiply_back(self.down, slots, scratch.cast("cast dy", dy_NH, h_NU.dtype), da_NI, down_NR)
             dweight_N = self.activation.backward(h_NU, da_NI, weight_N, dh_NU, wa_NI)
             if self.norm is None:
                 dweight_P[here] = dweight_N
                 self._add_bias_to_dweight(slots, dy_NH, dweight_P[here])
-            self._multiply_back(self.up, slots, dh_NU, dx_PH[here])
+            self._multiply_back(self.up, slots, dh_NU, dx_PH[here], up_NR)
             if self.sums is not None:
                 self.sizes_2P[0, rows], self.sizes_2P[1, rows] = row_sizes(dh_NU), row_sizes(wa_NI)
             if self.gradients and not self.later.issuperset(slot.slot for slot in slots):
-                operands = dh_NU, self._take(self.x, gather_N, "x"), dy_NH, wa_NI, weight_N
+                operands = dh_NU, self._take(self.x, gather_N, "x"), dy_NH, wa_NI, weight_N, up_NR, down_NR
                 for slot, *of_slot in _by_slot(slots, *operands):
                     if slot.slot not in self.later:
                         self._slot_gradients(slot.slot, *(tensor[: slot.valid] for tensor in of_slot))
         return dx_PH, dweight_P[chunk.return_M]
+
+    def _multiply_back(
+        self, projection: Projection, slots: Sequence[SlotRows], dy_NB: Tensor, out_NA: Tensor, inner_NR: Tensor
+    ) -> None:
+        """Writes ``out = dy @ weight``, and into ``inner`` dy by the outward factor of LoRA."""
+        for slot, dy, out, inner in _by_slot(slots, dy_NB, out_NA, inner_NR):
+            matmul_rows(dy, self._weight(projection, slot).t(), out, self.rule)
+            if projection.low_rank is not None:
+                inward, outward = projection.low_rank[slot.slot]
+                self._multiply_thin(dy, outward.t(), inner)
+                self._multiply_thin(inner, inward.t(), out, add=True)
 
     def weight_gradients(self) -> None:
         if self.sums is not None:
@@ -304,8 +318,8 @@ class CpuBackward(_Pass):
         for slot, rows, places in self.order:
             if slot in self.later:
                 x_NH, dy_NH = self._take(self.x, places, "x"), self._take(self.dy, places, "dy")
-                dh_NU, wa_NI = self.dh_PU[rows], self.wa_PI[rows]
-                self._slot_gradients(slot, dh_NU, x_NH, dy_NH, wa_NI, self.weight_M[places])
+                dh_NU, wa_NI, of_lora = self.dh_PU[rows], self.wa_PI[rows], (self.up_PR[rows], self.down_PR[rows])
+                self._slot_gradients(slot, dh_NU, x_NH, dy_NH, wa_NI, self.weight_M[places], *of_lora)
             if self.sums is not None:
                 for kind, gradient in self.gradients.items():
                     if math.isnan(self.grids_S[slot][kind]):
@@ -347,7 +361,9 @@ class CpuBackward(_Pass):
                 dweight += (dy.to(dweight.dtype) * self.down.bias(slot.slot)).sum(dim=1)
 
     def _slot_gradients(self, slot: int, *operands: Tensor) -> None:
-        """Writes a slot's gradients, from its rows in expert order: dh, x, dy, weighted activations and weights."""
+        """Writes a slot's gradients, from its rows in expert order: dh, x, dy, weighted activations, weights, and dh
+        and dy by the outward factors of LoRA.
+        """
         self.used_slots.add(slot)
         for kind, gradient in self.gradients.items():
             if self.sums is None or self.sums.is_one_block(slot):
@@ -359,7 +375,7 @@ class CpuBackward(_Pass):
         self, kind: str, out: Tensor, operands: Sequence[Tensor], blocks: Sequence[slice], slot: int
     ) -> None:
         """Writes one gradient of a slot, which is added up block by block."""
-        dh_NU, *_, weight_N = operands
+        dh_NU, weight_N = operands[0], operands[4]
         # Products keep their own dtype, which saves a pass over them; sums of biases have the wide one.
         dtype = weight_N.dtype if kind.endswith("bias") else dh_NU.dtype
         part = self.scratch("part", tuple(out.shape), dtype)
@@ -370,7 +386,7 @@ class CpuBackward(_Pass):
         out.copy_(total)
 
     def _write_gradient(self, kind: str, slot: int, out: Tensor, *operands: Tensor) -> None:
-        dh_NU, x_NH, dy_NH, wa_NI, weight_N = operands
+        dh_NU, x_NH, dy_NH, wa_NI, weight_N, up_NR, down_NR = operands
         match kind:
             case "up":
                 self._write_product(self.up.transposed, dh_NU, x_NH, out)
@@ -381,15 +397,17 @@ class CpuBackward(_Pass):
             case "down bias":
                 out.copy_((dy_NH.to(weight_N.dtype) * weight_N[:, None]).sum(dim=0))
             case "up inward":
-                self._write_product(False, self._inner(self.up, slot, dh_NU, back=True), x_NH, out)
+                self._write_product(False, up_NR, x_NH, out)
             case "up outward":
-                self._write_product(False, dh_NU, self._inner(self.up, slot, x_NH), out)
+                self._write_outward(self.up, slot, dh_NU, x_NH, out)
             case "down inward":
-                dy_NH = self.scratch.cast("cast dy", dy_NH, wa_NI.dtype)
-                self._write_product(False, self._inner(self.down, slot, dy_NH, back=True), wa_NI, out)
+                self._write_product(False, down_NR, wa_NI, out)
             case "down outward":
-                dy_NH = self.scratch.cast("cast dy", dy_NH, wa_NI.dtype)
-                self._write_product(False, dy_NH, self._inner(self.down, slot, wa_NI), out)
+                self._write_outward(self.down, slot, self.scratch.cast("cast dy", dy_NH, wa_NI.dtype), wa_NI, out)
+
+    def _write_outward(self, projection: Projection, slot: int, dy_NB: Tensor, x_NA: Tensor, out_BR: Tensor) -> None:
+        """Writes the gradient of an outward factor as r wide rows, which takes BLAS half as long as narrow ones."""
+        self._write_product(True, dy_NB, self._inner(projection, slot, x_NA), out_BR.t())
 
     def _write_product(self, transposed: bool, dy_NB: Tensor, x_NA: Tensor, out: Tensor) -> None:
         """Writes ``dyᵀ @ x`` summed over rows in order, as the weight lies."""

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import moesys as ms
+from moesys.hf import registration
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.moe.experts import Experts
 from moesys.moe.store import ExpertStore
@@ -323,10 +324,22 @@ def step_in_one_process(implementation: str, config: dict[str, Any]) -> tuple[se
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
 @pytest.mark.parametrize(
-    "config", [{}, {"r": 16, "use_rslora": True}, {"family": "gpt_oss"}], ids=["r=3", "rsLoRA", "biases"]
+    ("config", "way"),
+    [
+        ({}, "_by_rows"),
+        ({"r": 16, "use_rslora": True}, "_by_rows"),
+        ({"family": "gpt_oss"}, "_by_rows"),
+        ({}, "_by_kernels"),
+    ],
+    ids=["r=3", "rsLoRA", "biases", "kernels"],
 )
-def test_lora_in_one_process_is_two_products_beside_frozen_experts(config: dict[str, Any]) -> None:
-    """No copy of a frozen parameter is kept, and results are those of PEFT on transformers' own code."""
+def test_lora_in_one_process_is_two_products_beside_frozen_experts(
+    config: dict[str, Any], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No copy of a frozen parameter is kept, and results are those of PEFT on transformers' own code; also where the
+    kernels of a GPU compute, in Triton's interpreter.
+    """
+    monkeypatch.setattr(registration, "_by_rows", getattr(registration, way))
     ms.hf.register()
     copies, found = step_in_one_process("moesys", config)
     copies_of_peft, wanted = step_in_one_process("eager", config)

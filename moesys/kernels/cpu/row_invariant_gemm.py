@@ -61,9 +61,11 @@ class RowRule:
         return RowRule(max(rule.min_rows for rule in rules), min(tiles) if tiles else None)
 
 
-def row_rule(contraction: int, columns: int, dtype: torch.dtype, transposed: bool, device_type: str) -> RowRule:
+def row_rule(
+    contraction: int, columns: int, dtype: torch.dtype, transposed: bool, device_type: str, added: bool = False
+) -> RowRule:
     """Returns the rule for x [m, contraction] @ w [contraction, columns]; ``transposed``: w is a transposed contiguous
-    matrix.
+    matrix; ``added``: the product is added to what is there.
 
     On the CPU it is probed once per machine, with torch's current number of threads, which is part of the numerics
     class. What was found is in the folder that ``MOESYS_CACHE`` names, else in the user's cache.
@@ -72,7 +74,7 @@ def row_rule(contraction: int, columns: int, dtype: torch.dtype, transposed: boo
         return RowRule(tile_rows=DEVICE_TILE_ROWS)
     if min(contraction, columns) < NARROW:
         return RowRule(tile_rows=1)
-    return _probe(contraction, columns, dtype, transposed, torch.get_num_threads())
+    return _probe(contraction, columns, dtype, transposed, torch.get_num_threads(), added)
 
 
 def projection_rule(
@@ -90,13 +92,13 @@ def projection_rule(
 
 
 @cache
-def _probe(contraction: int, columns: int, dtype: torch.dtype, transposed: bool, threads: int) -> RowRule:
+def _probe(contraction: int, columns: int, dtype: torch.dtype, transposed: bool, threads: int, added: bool) -> RowRule:
     columns = min(columns, LARGEST_COLUMNS)
-    name = f"rows-{contraction}-{columns}-{dtype}-{transposed}-{threads}"
+    name = f"rows-{contraction}-{columns}-{dtype}-{transposed}-{threads}" + "-added" * added
     with suppress(OSError, ValueError):
         min_rows, tile_rows = map(int, Path(_folder_of_machine(), name).read_text().split())
         return RowRule(min_rows, tile_rows or None)
-    rule = _measured_rule(contraction, columns, dtype, transposed)
+    rule = _measured_rule(contraction, columns, dtype, transposed, added)
     # Where nothing can be written, the next process measures again.
     with suppress(OSError):
         path = _folder_of_machine() / name
@@ -131,16 +133,17 @@ def _folder_of_machine() -> Path:
     return cache_folder() / f"gemm-{sha256(repr(machine).encode()).hexdigest()[:16]}"
 
 
-def _measured_rule(contraction: int, columns: int, dtype: torch.dtype, transposed: bool) -> RowRule:
+def _measured_rule(contraction: int, columns: int, dtype: torch.dtype, transposed: bool, added: bool) -> RowRule:
     small = contraction * columns <= SMALL_MATRIX
     counts, placements = (_MANY_COUNTS, _PLACEMENTS) if small else (_FEW_COUNTS, _PLACEMENTS[:2])
     rows = max(counts) + max(first_row for first_row, _, _ in placements)
-    trials = [_trial(rows, contraction, columns, dtype, transposed, seed) for seed in range(2 if small else 1)]
+    seeds = range(2 if small else 1)
+    trials = [_trial(rows, contraction, columns, dtype, transposed, seed, added) for seed in seeds]
     begun_s, unsafe = time.monotonic(), 0
     for count in reversed(counts):
         if time.monotonic() - begun_s > _SILENT_S:
             _say_once("moesys measures how many rows BLAS needs for equal bits, once per machine and size of expert")
-        if not _is_safe(count, trials, placements):
+        if not _is_safe(count, trials, placements, added):
             unsafe = count
             break
     return RowRule(unsafe + 1) if unsafe < LARGEST_MINIMUM else RowRule(tile_rows=1)
@@ -152,26 +155,31 @@ def _say_once(line: str) -> None:
 
 
 def _trial(
-    rows: int, contraction: int, columns: int, dtype: torch.dtype, transposed: bool, seed: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns x, w and x @ w."""
+    rows: int, contraction: int, columns: int, dtype: torch.dtype, transposed: bool, seed: int, added: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns x, w, what x @ w is written over or ``added`` to, and the result."""
     x_MK, weight_KN = _cancelling(rows, contraction, columns, seed)
     x_MK, weight_KN = x_MK.to(dtype), weight_KN.to(dtype)
     weight_KN = weight_KN.t().contiguous().t() if transposed else weight_KN
-    product_MN = x_MK.new_empty(rows, columns)
-    _multiply(x_MK, weight_KN.t(), product_MN)
-    return x_MK, weight_KN, product_MN
+    # As small as rounding errors of the product, which larger addends would hide.
+    start_MN = weight_KN[torch.arange(rows) % contraction] * 2.0**-12
+    product_MN = start_MN.clone()
+    _multiply(x_MK, weight_KN.t(), product_MN, added)
+    return x_MK, weight_KN, start_MN, product_MN
 
 
 def _is_safe(
-    count: int, trials: Sequence[tuple[Tensor, Tensor, Tensor]], placements: Sequence[tuple[int, int, int]]
+    count: int,
+    trials: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]],
+    placements: Sequence[tuple[int, int, int]],
+    added: bool,
 ) -> bool:
     """Returns whether calls of ``count`` rows give the same bits as one call of all rows."""
-    for x_MK, weight_KN, expected_MN in trials:
+    for x_MK, weight_KN, start_MN, expected_MN in trials:
         for first_row, x_shift, out_shift in placements:
             rows = slice(first_row, first_row + count)
-            out_NN = _shifted(expected_MN[rows], out_shift)
-            _multiply(_shifted(x_MK[rows], x_shift), weight_KN.t(), out_NN)
+            out_NN = _shifted(start_MN[rows], out_shift)
+            _multiply(_shifted(x_MK[rows], x_shift), weight_KN.t(), out_NN, added)
             if not torch.equal(out_NN, expected_MN[rows]):
                 return False
     return True
@@ -200,20 +208,22 @@ def _cancelling(rows: int, contraction: int, columns: int, seed: int) -> tuple[T
     return x_MK, weight_KN
 
 
-def matmul_rows(x_MK: Tensor, weight_NK: Tensor, out_MN: Tensor, rule: RowRule) -> None:
-    """Writes ``out_MN = x_MK @ weight_NKᵀ`` by ``rule``; the caller has padded x to ``rule.min_rows`` rows, and the
-    weight is copied if it is not ``aligned``.
+def matmul_rows(x_MK: Tensor, weight_NK: Tensor, out_MN: Tensor, rule: RowRule, *, add: bool = False) -> None:
+    """Writes ``out_MN = x_MK @ weight_NKᵀ``, or adds it, by ``rule``; the caller has padded x to ``rule.min_rows``
+    rows, and the weight is copied if it is not ``aligned``.
     """
     weight_NK = aligned(weight_NK)
     if rule.tile_rows is None:
-        _multiply(x_MK, weight_NK, out_MN)
+        _multiply(x_MK, weight_NK, out_MN, add)
         return
     tile_K = x_MK.new_zeros(rule.tile_rows, x_MK.shape[1])
-    tile_N = out_MN.new_empty(rule.tile_rows, out_MN.shape[1])
+    tile_N = out_MN.new_zeros(rule.tile_rows, out_MN.shape[1])
     for start in range(0, x_MK.shape[0], rule.tile_rows):
         rows = min(rule.tile_rows, x_MK.shape[0] - start)
         tile_K[:rows] = x_MK[start : start + rows]
-        _multiply(tile_K, weight_NK, tile_N)
+        if add:
+            tile_N[:rows] = out_MN[start : start + rows]
+        _multiply(tile_K, weight_NK, tile_N, add)
         out_MN[start : start + rows] = tile_N[:rows]
 
 
@@ -229,15 +239,17 @@ def aligned(rows: Tensor) -> Tensor:
     return rows if is_aligned(rows) else rows.clone()
 
 
-def _multiply(x_MK: Tensor, weight_NK: Tensor, out_MN: Tensor) -> None:
-    """Writes ``out = x @ weightᵀ``.
+def _multiply(x_MK: Tensor, weight_NK: Tensor, out_MN: Tensor, add: bool) -> None:
+    """Writes ``out = x @ weightᵀ``, or adds it.
 
     oneDNN multiplies float32 on the CPU if the weight is large, as torch does in 16 bits. It is 5 to 15 % faster than
     MKL, which torch uses, with hundreds of rows, and computes rows alike from the second on. But it prepares for each
     new number of rows for half a millisecond, in which MKL finishes a small product.
     """
     large = weight_NK.numel() >= LARGE_WEIGHT
-    if HAS_ONEDNN and large and x_MK.dtype == torch.float32 and x_MK.device.type == "cpu":
+    if add:
+        torch.addmm(out_MN, x_MK, weight_NK.t(), out=out_MN)
+    elif HAS_ONEDNN and large and x_MK.dtype == torch.float32 and x_MK.device.type == "cpu":
         out_MN.copy_(onednn_product(x_MK, weight_NK))
     else:
         torch.mm(x_MK, weight_NK.t(), out=out_MN)

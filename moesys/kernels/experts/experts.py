@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import triton
@@ -23,7 +23,7 @@ from moesys.kernels.experts.grouped_gemm import grouped_gemm
 from moesys.kernels.experts.products import INTERPRETED, LowRankRows
 from moesys.kernels.experts.tile_config import LEAST, WARPGROUP, ShapeClass, TileConfig, TileConfigs
 from moesys.kernels.experts.tile_tuner import blocks_of
-from moesys.kernels.experts.tiles import RowGroups, RowTiles, groups_by_size
+from moesys.kernels.experts.tiles import RowGroups, RowTiles, groups_by_size, tile_table
 from moesys.kernels.experts.token_rows import combine
 from moesys.kernels.experts.up import up
 from moesys.kernels.experts.weight_gradient import OrderedGroups, RowBlocks, WeightGradients, weight_gradient
@@ -41,6 +41,7 @@ class ForwardState(NamedTuple):
 
 # The factors of LoRA on a projection, of each group (slot): [E, r, in] and [E, out, r], contiguous.
 Pair = tuple[Tensor, Tensor]
+NUM_FACTORS = 4
 # The choices of rows, by which they are gathered, and K; None where rows lie in order of groups.
 Entries = tuple[Tensor, int] | None
 
@@ -57,18 +58,18 @@ class ExpertMatrices(NamedTuple):
 
 
 def low_rank_rows(
-    pair: Pair | None, rows: Tensor, tiles: RowTiles, block: TileConfig, entries: Entries, *, back: bool
+    pair: Pair | None, rows: Tensor, groups: RowGroups, block: TileConfig, entries: Entries, *, back: bool
 ) -> LowRankRows | None:
     """Returns what LoRA adds to the product of ``rows`` with a projection or, going ``back``, of gradients with it."""
     if pair is None:
         return None
-    return LowRankRows(_by_factor(pair, rows, tiles, block, entries, back), pair[0 if back else 1])
+    return LowRankRows(_by_factor(pair, rows, groups, block, entries, back), pair[0 if back else 1])
 
 
-def _by_factor(pair: Pair, rows: Tensor, tiles: RowTiles, block: TileConfig, entries: Entries, back: bool) -> Tensor:
+def _by_factor(pair: Pair, rows: Tensor, groups: RowGroups, block: TileConfig, entries: Entries, back: bool) -> Tensor:
     """Returns rows [P, r] by the inward factor of their group or, going ``back``, by its outward one."""
     thin, factor = _as_thin(block, pair), pair[1 if back else 0]
-    return grouped_gemm(rows, factor, tiles.first_G1, tiles.of(thin), thin, transposed=not back, gather=entries)
+    return grouped_gemm(rows, factor, *groups, thin, transposed=not back, gather=entries)
 
 
 def _as_thin(block: TileConfig, pair: Pair) -> TileConfig:
@@ -97,8 +98,9 @@ def first_product(
     if x_TH.device.type == "cpu" and not INTERPRETED.value:
         raise RuntimeError("x is on the CPU, where these kernels do not run; move it to a GPU")
     block, tiles = blocks.up, RowTiles(routing.first_G1, len(routing.entry_P))
-    low_rank = low_rank_rows(experts.low_rank[0], x_TH, tiles, block, (routing.entry_P, top_k), back=False)
-    h_PU, a_PI = up(x_TH, experts.gate_up_EUH, routing, tiles.of(block), top_k, experts.activation, block, low_rank)
+    groups = RowGroups(routing.first_G1, tiles.of(block))
+    low_rank = low_rank_rows(experts.low_rank[0], x_TH, groups, block, (routing.entry_P, top_k), back=False)
+    h_PU, a_PI = up(x_TH, experts.gate_up_EUH, routing, groups.tiles, top_k, experts.activation, block, low_rank)
     return h_PU, a_PI, tiles
 
 
@@ -106,9 +108,9 @@ def second_product(
     a_PI: Tensor, routing: SortedRouting, tiles: RowTiles, experts: ExpertMatrices, blocks: TileConfigs
 ) -> Tensor:
     """Returns the outputs [P, H] of the rows, before routing weights."""
-    block, first_G1 = blocks.down, routing.first_G1
-    low_rank = low_rank_rows(experts.low_rank[1], a_PI, tiles, block, None, back=False)
-    return grouped_gemm(a_PI, experts.down_EHI, first_G1, tiles.of(block), block, transposed=True, low_rank=low_rank)
+    block, groups = blocks.down, RowGroups(routing.first_G1, tiles.of(blocks.down))
+    low_rank = low_rank_rows(experts.low_rank[1], a_PI, groups, block, None, back=False)
+    return grouped_gemm(a_PI, experts.down_EHI, *groups, block, transposed=True, low_rank=low_rank)
 
 
 def experts_backward(
@@ -174,9 +176,10 @@ def _factor_gradients(
 ) -> list[Tensor | None]:
     if pair is None:
         return [None, None]
-    tile, tiles = blocks.weight_gradient, RowTiles(x[1].first_G1, len(x[1].entry_P))
-    inner_PR = _by_factor(pair, x[0], tiles, blocks.down, (x[1].entry_P, x[2]), False)
-    outer_PR = _by_factor(pair, dy[0], tiles, blocks.down, (dy[1].entry_P, dy[2]), True)
+    tile, first_G1, block = blocks.weight_gradient, x[1].first_G1, blocks.down
+    rows = RowGroups(first_G1, tile_table(first_G1, len(x[1].entry_P), block.rows))
+    inner_PR = _by_factor(pair, x[0], rows, block, (x[1].entry_P, x[2]), False)
+    outer_PR = _by_factor(pair, dy[0], rows, block, (dy[1].entry_P, dy[2]), True)
     flat, thin = replace(tile, rows=min(tile.rows, WARPGROUP["rows"])), _as_thin(tile, pair)
     inward = weight_gradient(outer_PR, *x, "right", flat, blocks=row_blocks[0])
     return [inward, weight_gradient(dy[0], inner_PR, *dy[1:], "left", thin, blocks=row_blocks[1])]
@@ -191,7 +194,7 @@ def hidden_gradients(
     routing, block = state.routing, blocks.activation_gradient
     tiles = RowTiles(routing.first_G1, len(routing.entry_P))
     groups, entries = RowGroups(routing.first_G1, tiles.of(block)), (routing.entry_P, weight_TK.shape[1])
-    low_rank = low_rank_rows(experts.low_rank[1], dy_TH, tiles, block, entries, back=True)
+    low_rank = low_rank_rows(experts.low_rank[1], dy_TH, groups, block, entries, back=True)
     dh_PU, wa_PI, dweight_TK = activation_gradient(
         dy_TH, experts.down_EHI, state.h_PU, weight_TK, routing, groups, experts.activation, block, low_rank
     )
@@ -202,9 +205,9 @@ def input_gradient(
     dh_PU: Tensor, routing: SortedRouting, tiles: RowTiles, experts: ExpertMatrices, blocks: TileConfigs
 ) -> Tensor:
     """Returns the gradient [P, H] of the rows of x."""
-    block, of_rows, matrices = blocks.input_gradient, routing.first_G1, experts.gate_up_EUH
-    low_rank = low_rank_rows(experts.low_rank[0], dh_PU, tiles, block, None, back=True)
-    return grouped_gemm(dh_PU, matrices, of_rows, tiles.of(block), block, transposed=False, low_rank=low_rank)
+    block, groups = blocks.input_gradient, RowGroups(routing.first_G1, tiles.of(blocks.input_gradient))
+    low_rank = low_rank_rows(experts.low_rank[0], dh_PU, groups, block, None, back=True)
+    return grouped_gemm(dh_PU, experts.gate_up_EUH, *groups, block, transposed=False, low_rank=low_rank)
 
 
 # --- as one op that autograd, torch.compile and checkpoints know ------------------------------------------------
@@ -218,8 +221,9 @@ def moe_experts(
     down_EHI: Tensor,
     activation: str = "swiglu",
     blocks: TileConfigs | None = None,
+    factors: Sequence[Tensor | None] = (None,) * NUM_FACTORS,
 ) -> Tensor:
-    """Returns Σ_k weight · expert(x), differentiable in x, the routing weights and both matrices.
+    """Returns Σ_k weight · expert(x), differentiable in x, the routing weights, both matrices and the factors.
 
     Args:
         x_TH: float32, float16 or bfloat16, like the matrices.
@@ -228,6 +232,8 @@ def moe_experts(
         gate_up_EUH: gate above up, as in transformers; ``down_EHI`` [E, H, I].
         activation: swiglu or geglu, gated; gelu or relu2, with U = I.
         blocks: instead of what was tuned, or else is likely fast (``tile_tuner.blocks_of``).
+        factors: LoRA on gate_up, [E, r, H] and [E, U, r], then on down, [E, r, I] and [E, H, r]; None for a matrix
+            without. r is a multiple of 16.
 
     Returns:
         [T, H] in x's dtype. Gradients have their arguments' dtypes.
@@ -241,7 +247,7 @@ def moe_experts(
         refuse_function_transforms(x_TH, weight_TK, gate_up_EUH, down_EHI)
     _check_arguments(x_TH, expert_TK, weight_TK, gate_up_EUH, down_EHI, activation)
     given = blocks.to_json() if blocks else ""
-    y_TH, *_ = _experts(x_TH, expert_TK, weight_TK.float(), gate_up_EUH, down_EHI, activation, given)
+    y_TH, *_ = _experts(x_TH, expert_TK, weight_TK.float(), gate_up_EUH, down_EHI, activation, given, *factors)
     return y_TH
 
 
@@ -275,12 +281,16 @@ def _experts(
     down_EHI: Tensor,
     activation: str,
     blocks: str,
+    up_inward: Tensor | None,
+    up_outward: Tensor | None,
+    down_inward: Tensor | None,
+    down_outward: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     y_TH, state = experts_forward(
         x_TH.contiguous(),
         route(expert_TK, len(down_EHI)),
         weight_TK.contiguous(),
-        ExpertMatrices(gate_up_EUH.contiguous(), down_EHI.contiguous(), activation),
+        _matrices(gate_up_EUH, down_EHI, activation, (up_inward, up_outward, down_inward, down_outward)),
         _blocks(blocks, x_TH, down_EHI, expert_TK.numel(), activation),
     )
     return y_TH, state.h_PU, *state.routing
@@ -300,34 +310,43 @@ def _experts_fake(x_TH: Tensor, expert_TK: Tensor, _: Tensor, gate_up_EUH: Tenso
 
 @torch.library.custom_op("moesys::experts_backward", mutates_args=())
 def _experts_backward(
-    dy_TH: Tensor, saved: Sequence[Tensor], activation: str, blocks: str, of_matrices: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    x_TH, weight_TK, gate_up_EUH, down_EHI, h_PU, *routing = saved
-    dgate_up = gate_up_EUH.new_empty(gate_up_EUH.shape if of_matrices else 0)
-    ddown = down_EHI.new_empty(down_EHI.shape if of_matrices else 0)
-    dx_TH, dweight_TK = experts_backward(
-        dy_TH.contiguous(),
-        x_TH.contiguous(),
-        weight_TK.contiguous(),
-        ExpertMatrices(gate_up_EUH.contiguous(), down_EHI.contiguous(), activation),
-        ForwardState(h_PU, SortedRouting(*routing)),
-        _blocks(blocks, x_TH, down_EHI, weight_TK.numel(), activation),
-        (dgate_up, ddown) if of_matrices else None,
-    )
-    return dx_TH, dweight_TK, dgate_up, ddown
+    dy_TH: Tensor, saved: Sequence[Tensor | None], activation: str, blocks: str, of_matrices: bool
+) -> list[Tensor]:
+    """Returns the gradients of x, routing weights, both matrices and all factors, without elements where none is
+    computed.
+    """
+    x_TH, weight_TK, gate_up_EUH, down_EHI, h_PU, *routing = cast(list[Tensor], saved[:-NUM_FACTORS])
+    experts = _matrices(gate_up_EUH, down_EHI, activation, factors := saved[-NUM_FACTORS:])
+    configs = _blocks(blocks, x_TH, down_EHI, weight_TK.numel(), activation)
+    made = _experts_backward_fake(dy_TH, saved, activation, blocks, of_matrices)
+    (dgate_up, ddown), dfactors = made[2:4], made[4:]
+
+    def write(groups: OrderedGroups, sides: WeightGradients) -> None:
+        found = weight_gradients(groups, sides, weight_TK.shape[1], experts, configs)
+        dfactors[:] = [out if each is None else each.to(out.dtype) for out, each in zip(dfactors, found, strict=True)]
+
+    state, out = ForwardState(h_PU, SortedRouting(*routing)), None
+    if of_matrices or any(each is not None for each in factors):
+        out = (dgate_up, ddown) if of_matrices else (None, None)
+    rows = dy_TH.contiguous(), x_TH.contiguous(), weight_TK.contiguous()
+    return [*experts_backward(*rows, experts, state, configs, out, write), dgate_up, ddown, *dfactors]
 
 
 @_experts_backward.register_fake
 def _experts_backward_fake(
-    dy_TH: Tensor, saved: Sequence[Tensor], activation: str, blocks: str, of_matrices: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    x_TH, weight_TK, gate_up_EUH, down_EHI, *_ = saved
-    return (
-        x_TH.new_empty(x_TH.shape),
-        weight_TK.new_empty(weight_TK.shape),
-        gate_up_EUH.new_empty(gate_up_EUH.shape if of_matrices else 0),
-        down_EHI.new_empty(down_EHI.shape if of_matrices else 0),
-    )
+    dy_TH: Tensor, saved: Sequence[Tensor | None], activation: str, blocks: str, of_matrices: bool
+) -> list[Tensor]:
+    matrices = saved[2:4] if of_matrices else (None, None)
+    wanted = *saved[:2], *matrices, *saved[-NUM_FACTORS:]
+    return [dy_TH.new_empty(0) if each is None else each.new_empty(each.shape) for each in wanted]
+
+
+def _matrices(
+    gate_up_EUH: Tensor, down_EHI: Tensor, activation: str, factors: Sequence[Tensor | None]
+) -> ExpertMatrices:
+    pairs = zip(factors[::2], factors[1::2], strict=True)
+    up, down = (None if a is None or b is None else (a.contiguous(), b.contiguous()) for a, b in pairs)
+    return ExpertMatrices(gate_up_EUH.contiguous(), down_EHI.contiguous(), activation, (up, down))
 
 
 def _blocks(given: str, x_TH: Tensor, down_EHI: Tensor, num_rows: int, activation: str) -> TileConfigs:
@@ -337,23 +356,24 @@ def _blocks(given: str, x_TH: Tensor, down_EHI: Tensor, num_rows: int, activatio
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x_TH, _, weight_TK, gate_up_EUH, down_EHI, ctx.activation, ctx.blocks = inputs
+    x_TH, _, weight_TK, gate_up_EUH, down_EHI, ctx.activation, ctx.blocks, *factors = inputs
     ctx.mark_non_differentiable(*output[1:])
     # Otherwise autograd makes gradients of zeros for them, as large as h.
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x_TH, weight_TK, gate_up_EUH, down_EHI, *output[1:])
+    ctx.save_for_backward(x_TH, weight_TK, gate_up_EUH, down_EHI, *output[1:], *factors)
 
 
 @first_derivatives_only
 def _differentiate(ctx: Any, dy_TH: Tensor | None, *_: None) -> tuple[InputGradients, Sequence[Tensor]]:
-    if dy_TH is None:
-        return (None,) * 7, ctx.saved_tensors[:4]
-    of_matrices = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
     saved = list(ctx.saved_tensors)
-    dx_TH, dweight_TK, *found = _experts_backward(dy_TH, saved, ctx.activation, ctx.blocks, of_matrices)
-    matrices = found if of_matrices else (None, None)
     # x, the routing weights and both matrices are the first four.
-    return (dx_TH, None, dweight_TK, *matrices, None, None), saved[:4]
+    learnt = [*saved[:4], *(each for each in saved[-NUM_FACTORS:] if each is not None)]
+    if dy_TH is None:
+        return (None,) * 11, learnt
+    of_matrices = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
+    dx_TH, dweight_TK, *found = _experts_backward(dy_TH, saved, ctx.activation, ctx.blocks, of_matrices)
+    dgate_up, ddown, *dfactors = (each if each.numel() else None for each in found)
+    return (dx_TH, None, dweight_TK, dgate_up, ddown, None, None, *dfactors), learnt
 
 
 _experts.register_autograd(_differentiate, setup_context=_keep_for_backward)

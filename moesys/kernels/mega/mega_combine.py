@@ -22,7 +22,7 @@ from torch import Tensor
 from moesys.kernels.experts.experts import ExpertMatrices, low_rank_rows
 from moesys.kernels.experts.products import LowRankRows, plus_low_rank, rounded, rows_by_matrix
 from moesys.kernels.experts.tile_config import TileConfig, TileConfigs, Tiling
-from moesys.kernels.experts.tiles import RowTiles, tile_of
+from moesys.kernels.experts.tiles import RowGroups, tile_of
 from moesys.kernels.experts.weight_gradient import OuterProduct, WeightGradients, store_outer_product
 from moesys.kernels.launch import kernel
 from moesys.kernels.mega.arguments import MegaMemory, MegaRows
@@ -173,8 +173,8 @@ def _combined(
 ) -> CombineRows:
     H, T = memory.heap.layout.regions["x"].shape[1], len(rows.exchange.replica_TK)
     out_NH = rows_NL.new_empty(len(rows_NL), H) if point.combine_share > 0 or not fuses(point, "combine") else None
-    tiles, pair = RowTiles(rows.exchange.first_G1, len(rows_NL)), experts.low_rank[0 if back else 1]
-    thin = low_rank_rows(pair, rows_NL, tiles, block, None, back=back)
+    groups, pair = RowGroups(rows.exchange.first_G1, rows.tiles.tiles), experts.low_rank[0 if back else 1]
+    thin = low_rank_rows(pair, rows_NL, groups, block, None, back=back)
     matrices = experts.gate_up_EUH if back else experts.down_EHI
     return CombineRows(rows_NL, matrices, out_NH, rows_NL.new_empty(T, H), low_rank=thin)
 

@@ -25,7 +25,7 @@ from moesys.kernels.experts.activations import GATED
 from moesys.kernels.experts.experts import ExpertMatrices, low_rank_rows
 from moesys.kernels.experts.products import LowRankRows, plus_low_rank, rows_by_matrix
 from moesys.kernels.experts.tile_config import TileConfig
-from moesys.kernels.experts.tiles import RowTiles, tile_of
+from moesys.kernels.experts.tiles import RowGroups, tile_of
 from moesys.kernels.experts.up import rows_by_halves, store_activations
 from moesys.kernels.launch import kernel
 from moesys.kernels.mega.arguments import MegaMemory, MegaRows, raise_or_count
@@ -146,8 +146,8 @@ def _launch(
     fused = fuses(point, "dispatch") and pair is None
     for fetch, multiply in ((True, True),) if fused else ((True, False), (False, True)):
         if not fetch:
-            row_tiles = RowTiles(rows.exchange.first_G1, len(rows.entry_N))
-            data = data._replace(low_rank=low_rank_rows(pair, data.rows_NH, row_tiles, block, None, back=back))
+            groups = RowGroups(rows.exchange.first_G1, tiles)
+            data = data._replace(low_rank=low_rank_rows(pair, data.rows_NH, groups, block, None, back=back))
         _mega_dispatch[(programs_at(point, memory.heap),)](
             memory.launch(name, fetch * most_fetches + multiply * most_products),
             rows,

@@ -21,6 +21,7 @@ SIZES = {
     "as narrow as is probed": (64, 16),
     "too narrow to be probed": (64, 7),
     "short rows": (5, 64),
+    "LoRA's outer product": (16, 192),
 }
 MOST_ROWS = 150
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -42,27 +43,30 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def product(x_MK: torch.Tensor, weight_NK: torch.Tensor, rule: RowRule) -> torch.Tensor:
-    out_MN = torch.full((len(x_MK), len(weight_NK)), torch.nan, dtype=x_MK.dtype)
-    matmul_rows(x_MK, weight_NK, out_MN, rule)
+def product(x_MK: torch.Tensor, weight_NK: torch.Tensor, rule: RowRule, added: bool = False) -> torch.Tensor:
+    out_MN = torch.full((len(x_MK), len(weight_NK)), 2.0**-3 if added else torch.nan, dtype=x_MK.dtype)
+    matmul_rows(x_MK, weight_NK, out_MN, rule, add=added)
     return out_MN
 
 
+@pytest.mark.parametrize("added", [False, True], ids=["written", "added"])
 @pytest.mark.parametrize("transposed", [True, False], ids=["x @ w.T", "x @ w"])
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize(("threads", "size"), THREADS_AND_SIZES, indirect=["threads"])
-def test_rows_have_the_same_bits_in_any_company(threads: int, size: str, dtype: torch.dtype, transposed: bool) -> None:
+def test_rows_have_the_same_bits_in_any_company(
+    threads: int, size: str, dtype: torch.dtype, transposed: bool, added: bool
+) -> None:
     contraction, columns = SIZES[size]
-    rule = row_rule(contraction, columns, dtype, transposed, "cpu")
+    rule = row_rule(contraction, columns, dtype, transposed, "cpu", added)
     generator = torch.Generator().manual_seed(contraction * columns)
     weight = torch.randn(columns, contraction, generator=generator).to(dtype)
     weight_NK = weight if transposed else weight.t().contiguous().t()
     x_MK = torch.randn(MOST_ROWS, contraction, generator=generator).to(dtype)
-    together = product(x_MK, weight_NK, rule)
+    together = product(x_MK, weight_NK, rule, added)
     some_counts = torch.randint(rule.min_rows, MOST_ROWS + 1, (5,), generator=generator).tolist()
     for count in (*range(rule.min_rows, rule.min_rows + 7), *some_counts):
         first = int(torch.randint(MOST_ROWS - count + 1, (), generator=generator))
-        alone = product(x_MK[first : first + count].clone(), weight_NK, rule)
+        alone = product(x_MK[first : first + count].clone(), weight_NK, rule, added)
         assert torch.equal(alone, together[first : first + count]), (count, first)
 
 
@@ -76,21 +80,23 @@ def test_product_is_right(contraction: int, columns: int, dtype: torch.dtype, ru
     x_MK = torch.randn(130, contraction, generator=generator).to(dtype)
     weight_NK = torch.randn(columns, contraction, generator=generator).to(dtype)
     expected = x_MK.double() @ weight_NK.double().t()
-    error = (product(x_MK, weight_NK, rule).double() - expected).norm() / expected.norm()
-    assert error <= (1e-6 if dtype == torch.float32 else 4e-3)
+    for added in (False, True):
+        error = (product(x_MK, weight_NK, rule, added).double() - expected - added * 2.0**-3).norm() / expected.norm()
+        assert error <= (1e-6 if dtype == torch.float32 else 4e-3)
 
 
+@pytest.mark.parametrize("added", [False, True], ids=["written", "added"])
 @pytest.mark.parametrize("transposed", [True, False], ids=["x @ w.T", "x @ w"])
-def test_probe_finds_calls_that_are_too_short(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_finds_calls_that_are_too_short(transposed: bool, added: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A product that goes another way below six rows, as BLAS libraries do, has a minimum of six."""
 
-    def multiply(x_MK: torch.Tensor, weight_NK: torch.Tensor, out_MN: torch.Tensor) -> None:
-        torch.mm(x_MK.double(), weight_NK.t().double(), out=(exact := out_MN.double()))
-        out_MN.copy_(exact if len(x_MK) >= 6 else exact * (1 + 2**-20))
+    def multiply(x_MK: torch.Tensor, weight_NK: torch.Tensor, out_MN: torch.Tensor, add: bool) -> None:
+        exact = x_MK.double() @ weight_NK.t().double() + (out_MN if add else 0)
+        out_MN.copy_(exact if len(x_MK) >= 6 else exact + 2**-20)
 
     monkeypatch.setattr("moesys.kernels.cpu.row_invariant_gemm._multiply", multiply)
     # A size that no other test has probed, since the probe remembers.
-    assert row_rule(71, 33, torch.float32, transposed, "cpu") == RowRule(min_rows=6)
+    assert row_rule(71, 33, torch.float32, transposed, "cpu", added) == RowRule(min_rows=6)
 
 
 def raises_runtime_error() -> Path:
@@ -140,7 +146,7 @@ def test_a_long_probe_says_so_once(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     monkeypatch.setattr(row_invariant_gemm, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
     row_invariant_gemm._say_once.cache_clear()
     for _ in range(2):
-        row_invariant_gemm._measured_rule(64, 32, torch.float32, True)
+        row_invariant_gemm._measured_rule(64, 32, torch.float32, True, False)
     assert [record.message for record in caplog.records] == [
         "moesys measures how many rows BLAS needs for equal bits, once per machine and size of expert"
     ]

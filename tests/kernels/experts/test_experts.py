@@ -25,6 +25,12 @@ def arguments(dtype=torch.float32, activation="swiglu", tokens=T):
     return normal(tokens, H), expert_TK, weight_TK, normal(E, U, H, std=0.2), normal(E, H, I, std=0.2)
 
 
+def factors():
+    """LoRA on both matrices."""
+    generator, sizes = torch.Generator().manual_seed(8), ((32, H), (2 * I, 32), (16, I), (H, 16))
+    return [(torch.randn(E, *size, generator=generator) * 0.2).requires_grad_() for size in sizes]
+
+
 def reference(x_TH, expert_TK, weight_TK, gate_up_EUH, down_EHI, activation="swiglu"):
     """Token by token, in float64."""
     rows = []
@@ -39,10 +45,10 @@ def reference(x_TH, expert_TK, weight_TK, gate_up_EUH, down_EHI, activation="swi
     return torch.stack(rows)
 
 
-def with_gradients(function, inputs, *more):
-    y_TH = function(*inputs, *more)
+def with_gradients(function, inputs, *more, factors=None):
+    y_TH = function(*inputs, *more, **({"factors": factors} if factors else {}))
     dy_TH = torch.randn(y_TH.shape, generator=torch.Generator().manual_seed(3)).to(y_TH.dtype)
-    learnt = [tensor for tensor in inputs if tensor.requires_grad]
+    learnt = [tensor for tensor in (*inputs, *(factors or ())) if tensor is not None and tensor.requires_grad]
     return [y_TH.detach(), *torch.autograd.grad(y_TH, learnt, dy_TH)]
 
 
@@ -57,6 +63,25 @@ def test_output_and_every_gradient_in_float32(activation):
         with_gradients(moe_experts, inputs, activation), with_gradients(reference, inputs, activation), strict=True
     ):
         assert relative_error(found, expected) < 1e-6
+
+
+def adapted_reference(x_TH, expert_TK, weight_TK, gate_up_EUH, down_EHI, *, factors):
+    def summed(matrices, inward, outward):
+        return matrices if inward is None else matrices.double() + outward.double() @ inward.double()
+
+    matrices = summed(gate_up_EUH, *factors[:2]), summed(down_EHI, *factors[2:])
+    return reference(x_TH, expert_TK, weight_TK, *matrices)
+
+
+@pytest.mark.parametrize("adapted", [(True, True), (True, False), (False, True)], ids=["both", "up", "down"])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_output_and_every_gradient_with_lora(adapted, frozen):
+    inputs, pairs = arguments(), [each if adapted[place // 2] else None for place, each in enumerate(factors())]
+    for matrices in inputs[3:]:
+        matrices.requires_grad_(not frozen)
+    found, expected = (with_gradients(each, inputs, factors=pairs) for each in (moe_experts, adapted_reference))
+    for one, other in zip(found, expected, strict=True):
+        assert relative_error(one, other) < 1e-6
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 1.5e-2), (torch.float16, 2e-3)], ids=str)
@@ -78,7 +103,9 @@ def test_no_tokens():
 def test_a_compiled_graph_without_breaks_has_the_same_bits():
     inputs = arguments()
     compiled = torch.compile(moe_experts, fullgraph=True, backend="aot_eager")
-    assert_equal(with_gradients(compiled, inputs), with_gradients(moe_experts, inputs))
+    for pairs in (None, factors()):
+        found, expected = (with_gradients(each, inputs, factors=pairs) for each in (compiled, moe_experts))
+        assert_equal(found, expected)
 
 
 def test_recomputation_has_the_same_bits():
@@ -95,7 +122,9 @@ def test_recomputation_has_the_same_bits():
 def test_the_ops_keep_their_promises_to_torch():
     x, expert, weight, gate_up, down = arguments()
     # rows of dropped choices are not written, and what is compared here must be
-    torch.library.opcheck(torch.ops.moesys.experts.default, (x, expert % E, weight, gate_up, down, "swiglu", ""))
+    for pairs in ([None] * 4, factors()):
+        inputs = (x, expert % E, weight, gate_up, down, "swiglu", "", *pairs)
+        torch.library.opcheck(torch.ops.moesys.experts.default, inputs)
 
 
 def test_what_is_kept_for_backward_is_x_and_h():
