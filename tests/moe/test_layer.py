@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import assert_equal, on_ranks, refusal
-from harness import Stack, gradients_of
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -84,31 +82,6 @@ def test_initial_weights_do_not_depend_on_ranks_or_sharding(ranks: LocalRanks) -
         for state in ranks.run(initial_state, strategy, num_ranks=num_ranks):
             assert state.keys() == alone.keys()
             assert all(torch.equal(state[name], tensor) for name, tensor in alone.items())
-
-
-def synced_and_clipped(strategy: ms.Strategy, num_parts: int) -> dict[str, Any]:
-    """One step on the same 24 tokens, however many ranks share them."""
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    model = Stack(SHAPE, strategy, num_layers=2)
-    for part in tokens(24).chunk(num_parts)[rank * num_parts // size : (rank + 1) * num_parts // size]:
-        model(part).square().sum().backward()
-    ms.sync_gradients(model)
-    norm = ms.clip_grad_norm_(model, 0.5)
-    return {"norm": norm, "gradients": gradients_of(model)}
-
-
-@pytest.mark.parametrize("strategy", [EP, FSEP], ids=["ep", "fsep"])
-def test_gradients_of_many_ranks_are_clipped_as_those_of_one(ranks: LocalRanks, strategy: ms.Strategy) -> None:
-    model = Stack(SHAPE, EP, num_layers=2)
-    for part in tokens(24).chunk(4):
-        model(part).square().sum().backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    by_rank = ranks.run(synced_and_clipped, strategy, 4)
-    for result in by_rank:
-        assert torch.equal(result["norm"], by_rank[0]["norm"])
-        assert torch.allclose(result["norm"], norm, rtol=1e-5)
-        for name, parameter in model.named_parameters():
-            assert torch.allclose(result["gradients"][name], parameter.grad, rtol=1e-4, atol=1e-6), name
 
 
 @on_ranks(3)

@@ -330,7 +330,9 @@ def drawn_cases(draw: st.DrawFn) -> tuple[Case, int]:
         norm_topk_prob=draw(st.booleans()),
     )
     name = draw(st.sampled_from([name for name in STRATEGIES if "invariant" not in name]))
-    strategy = STRATEGIES[name](-(-num_experts // num_ranks) + draw(st.integers(int("quotas" in name), 2)))
+    strategy = STRATEGIES[name](
+        -(-num_experts // num_ranks) + draw(st.integers(int("quotas" in name or "late" in name), 2))
+    )
     nodes = draw(st.integers(1, num_ranks))
     sizes = [num_ranks - nodes + 1] + [1] * (nodes - 1)
     counts = st.lists(st.integers(0, 40), min_size=num_ranks, max_size=num_ranks)

@@ -277,26 +277,6 @@ def test_gradients_that_exist_on_some_ranks_only_are_summed(ranks: LocalRanks, w
     assert all(any(gradient) for gradient in first)
 
 
-@on_ranks(4)
-def test_a_model_with_several_groups_has_a_norm() -> None:
-    """The norm of a model whose layers have groups of their own is that of a copy whose layers have one group."""
-    norms = []
-    rank = dist.get_rank()
-    pair = dist.new_group([rank // 2 * 2, rank // 2 * 2 + 1], use_local_synchronization=True)
-    for group in (pair, dist.group.WORLD):
-        torch.manual_seed(0)
-        model = nn.Sequential(ms.MoELayer(SHAPE, EP, group, layer_index=0), ms.MoELayer(SHAPE, EP, layer_index=1))
-        # The same on all ranks, so that a pair's gradients of the first layer are half of those of all ranks.
-        for layer, factor in zip(model, (4 / dist.get_world_size(group), 1.0), strict=True):
-            masters = layer.experts.masters
-            layer.zero_grad()
-            (layer(tokens(0)).sum() * factor).backward()
-            assert masters.grad is not None
-            layer.router.weight.grad = None
-        norms.append(ms.clip_grad_norm_(model, 1.0).item())
-    assert norms[0] == pytest.approx(norms[1])
-
-
 @on_ranks(1)
 def test_headers_travel_on_the_device_of_the_experts() -> None:
     """Calls on a model whose experts are on a device from which no header can be read."""
