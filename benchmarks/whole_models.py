@@ -24,6 +24,7 @@ import typer
 
 from benchmarks.harness import memory_steps
 from benchmarks.harness.contest import Case, Contestant, Near, Outcome, hold, of_all_ranks
+from benchmarks.harness.live_tensors import live_at_peak
 from benchmarks.harness.memory_steps import RankMemory
 from benchmarks.harness.model_steps import (
     HIDDEN,
@@ -40,6 +41,7 @@ from benchmarks.harness.model_steps import (
 )
 from benchmarks.harness.options import Repeats, chosen, machine_line
 from moesys.config import Strategy
+from moesys.hf.parallelize import parallelize
 from moesys.hf.registration import register
 from moesys.lab.commands.options import flag, option, refusing
 from moesys.lab.ranks.torchrun_ranks import start_ranks
@@ -48,6 +50,9 @@ from moesys.lab.show.progress import steps_told
 from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 
 THEIRS = "all_to_all"
+FULL, PEFT, LORA = "full", "peft", "lora"
+# Experts, and the hidden size, of which they are twice as wide.
+LORA_SIZES = ((8, 512), (16, 256))
 # After this many steps the peak of memory no longer grows.
 MEMORY_STEPS = 6
 # The peaks of processes that do the same differ by some per cent, so the median of this many is taken.
@@ -119,6 +124,26 @@ class MemoryRow:
         return ", ".join(f"{part} {mib:,.1f}" for part, mib in self.live.items() if mib >= 0.05)
 
 
+@dataclass(frozen=True)
+class LoraRow:
+    """A model's step in one process: of all parameters, or of LoRA on experts. live_mib: see ``Row``."""
+
+    part: Annotated[str, Column("experts")]
+    name: Annotated[str, Column("trained")]
+    samples_ms: list[float]
+    full_ms: list[float]
+    live_mib: Annotated[float | None, Column("live MiB", ",.0f")]
+    wrong: Annotated[str, Column("wrong", wraps=True)]
+
+    @property
+    def step_ms(self) -> Annotated[float | None, Column("step", ".0f", after="name")]:
+        return statistics.median(self.samples_ms) if self.samples_ms else None
+
+    @property
+    def share(self) -> Annotated[Quantiles | None, Column(f"this / {FULL}", after="step_ms")]:
+        return Quantiles.of_ratios(self.samples_ms, self.full_ms) if self.samples_ms and self.full_ms else None
+
+
 def bench_models(
     model: Annotated[str, option("NAMES", "olmoe, qwen3-moe, deepseek-v3, separated by commas, or all.")] = "all",
     routing: Annotated[str, option("NAME", "balanced, skewed or all.")] = "all",
@@ -127,9 +152,13 @@ def bench_models(
     ranks: Annotated[int, option("N", "Number of local ranks of one thread; a divisor of 8.", min=2)] = 2,
     repeats: Repeats = 9,
     memory: Annotated[bool, flag("Also measure memory; takes minutes.", "--memory")] = False,
+    lora: Annotated[int, option("R", "Instead, LoRA of this rank on experts, in one process.", min=0)] = 0,
     output: CommandOutput = AS_TABLES,
 ) -> None:
     """Trains transformers' models under strategies and under its own all_to_all."""
+    if lora:
+        _bench_lora(lora, sequences, repeats, output)
+        return
     with refusing():
         models, ways = chosen("model", model, MODELS), chosen("routing", routing, ROUTINGS)
     rows, memory_rows = measure(
@@ -232,6 +261,29 @@ def _contestants(num_ranks: int) -> dict[str, Strategy | None]:
     return {THEIRS: None, **{each.name: each for each in strategies(num_ranks)}}
 
 
+def _bench_lora(rank: int, sequences: int, repeats: int, output: CommandOutput) -> None:
+    ranks, _ = start_ranks(1)
+    with closing(ranks), steps_told("models", len(LORA_SIZES), output.quiet) as tell:
+        rows = []
+        for size in LORA_SIZES:
+            tell(f"{size[0]} experts of {size[1]} x {2 * size[1]}")
+            rows += ranks.run(_lora_rows, size, rank, sequences, repeats, timeout_s=_RANKS_TIMEOUT_S)[0]
+    machine = machine_line(1, ("torch", "transformers", "peft"))
+    notes = [
+        machine,
+        f"A step is forward, backward and AdamW of qwen3-moe, two layers, on {sequences} x {LENGTH} tokens in float32, "
+        f"in one process of one thread; median of {repeats} interleaved repetitions. {FULL}: all parameters, under "
+        f"ms.parallelize. {PEFT}: LoRA of rank {rank} on experts, with grouped_mm. {LORA}: the same under "
+        "ms.parallelize.",
+        f"this / {FULL}: median [p20, p80], paired. live: tensors that live at the same time in a step.",
+        f"A time is shown only if loss and gradients of LoRA equal those of {PEFT!r} within {TOLERANCE:g}.",
+    ]
+    title = "MEASURED: a training step with LoRA on experts, ms (median)"
+    data = {"machine": machine, "rows": rows}
+    publish(Report("models", title, "measured", [Sheet(title, rows, notes, "part")], data=data), output)
+    raise typer.Exit(int(any(row.wrong for row in rows)))
+
+
 # --- on a rank --------------------------------------------------------------------------------------------------------
 
 
@@ -263,3 +315,32 @@ def _steps(part: Part, folder: Path, strategy: Strategy | None) -> ModelSteps:
         folder, distributed_config=sizes, experts_implementation="grouped_mm", dtype=torch.float32
     )
     return ModelSteps(model, tokens_of(part.sequences), part.routing)
+
+
+def _lora_rows(size: tuple[int, int], rank: int, sequences: int, repeats: int) -> list[LoraRow]:
+    """Measures a model with so many experts and this hidden size."""
+    near = Near(TOLERANCE, PEFT)
+    setups = {name: partial(_lora_contestant, name, size, rank, sequences) for name in (FULL, PEFT, LORA)}
+    outcomes = hold(Case(setups, lambda name, results: "" if name == FULL else near(name, results)), repeats)
+    full_ms, part = outcomes[FULL].samples_ms.get("step", []), f"{size[0]} of {size[1]} x {2 * size[1]}"
+    return [
+        LoraRow(part, name, each.samples_ms.get("step", []), full_ms, each.metrics, each.wrong)
+        for name, each in outcomes.items()
+    ]
+
+
+def _lora_contestant(name: str, size: tuple[int, int], rank: int, sequences: int) -> Contestant:
+    from peft import LoraConfig, get_peft_model
+
+    model = new_model("qwen3-moe", size[1], num_experts=size[0], num_hidden_layers=2)
+    if name != FULL:
+        parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        config = LoraConfig(r=rank, init_lora_weights=False, target_modules=[], target_parameters=parameters)
+        model = get_peft_model(model, config)
+    if name == PEFT:
+        model.base_model.model.set_experts_implementation("grouped_mm")
+    else:
+        parallelize(model, Strategy(name="ep"))
+    steps = ModelSteps(model, tokens_of(sequences), "balanced")
+    live = lambda: sum(live_at_peak(model, steps.optimizer, steps.step).values()) / _MIB  # noqa: E731
+    return Contestant(steps.results, {"step": steps.step}, live)

@@ -56,9 +56,9 @@ BUDGETS = {
     "moesys/lab": Budget(7_531, 50),
     "moesys/verify": Budget(1_356, 8),
     "moesys, entry points": Budget(268, 4),
-    "benchmarks": Budget(7_469, 56),
+    "benchmarks": Budget(7_536, 56),
     "experiments": Budget(1_507, 16),
-    "tests": Budget(42_129, 318),
+    "tests": Budget(42_137, 318),
 }
 TOTAL = Budget(37_477, 239)
 OUTSIDE = ("benchmarks", "experiments", "tests")

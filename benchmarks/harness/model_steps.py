@@ -72,22 +72,22 @@ def strategies(num_ranks: int, num_slots: int | None = None) -> list[Strategy]:
     ]
 
 
-def config_of(model: str, hidden_size: int = HIDDEN) -> Any:
+def config_of(model: str, hidden_size: int = HIDDEN, **more: Any) -> Any:
     """Returns transformers' configuration of a model in ``MODELS``."""
     family, options = MODELS[model]
     options = options | {name: options[name] * hidden_size // HIDDEN for name in _WIDTHS if name in options}
     transformers: Any = importlib.import_module("transformers")
     # The default token ids exceed this small vocabulary.
     common = {"num_experts_per_tok": K, "max_position_embeddings": LENGTH, "eos_token_id": None}
-    return getattr(transformers, f"{family}Config")(**options, **common)
+    return getattr(transformers, f"{family}Config")(**(options | more), **common)
 
 
-def new_model(model: str, hidden_size: int = HIDDEN) -> Any:
-    """Returns a model in ``MODELS``, always with the same weights."""
+def new_model(model: str, hidden_size: int = HIDDEN, **more: Any) -> Any:
+    """Returns a model in ``MODELS``, always with the same weights. ``more``: what its configuration has instead."""
     transformers: Any = importlib.import_module("transformers")
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
-    return getattr(transformers, f"{MODELS[model][0]}ForCausalLM")(config_of(model, hidden_size))
+    return getattr(transformers, f"{MODELS[model][0]}ForCausalLM")(config_of(model, hidden_size, **more))
 
 
 def tokens_of(sequences: int) -> Tensor:
@@ -118,7 +118,8 @@ class ModelSteps:
 
     def __init__(self, model: Any, tokens_BC: Tensor, routing: str) -> None:
         self.model, self.tokens_BC = model.train(), tokens_BC
-        self.expert_LTK = routing_of(routing, len(routers_of(model)), tokens_BC.numel())
+        routers = routers_of(model)
+        self.expert_LTK = routing_of(routing, len(routers), tokens_BC.numel(), routers[0].num_experts)
         # The default of transformers' Trainer.
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 

@@ -50,6 +50,16 @@ def test_every_strategy_trains_a_model_as_transformers_does_and_is_timed(tmp_pat
         assert {"slots", "exchange", "experts", "parameters"} <= memory["fsep"]["live"].keys()
 
 
+@pytest.mark.slow
+def test_lora_is_timed_beside_a_full_step_and_peft(tmp_path, monkeypatch):
+    monkeypatch.setattr(whole_models, "LORA_SIZES", ((4, 64),))
+    code, output = run("--lora", "4", "--sequences", "1", "--repeats", "1", "--out", str(tmp_path))
+    assert code == 0, output
+    rows = json.loads((tmp_path / "models.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == [whole_models.FULL, whole_models.PEFT, whole_models.LORA]
+    assert all(len(row["samples_ms"]) == 1 and row["live_mib"] for row in rows)
+
+
 def live_of_rank(part: whole_models.Part, folder: Path) -> dict[str, float]:
     """The most bytes of tensors that live at the same time on this rank, by contestant, in MiB."""
     found = {}
