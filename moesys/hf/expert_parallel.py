@@ -335,6 +335,9 @@ def add_late(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], nu
             continue
         # As parameters lie: where strides differ, optimizers and norms round otherwise.
         part = _part_of_sum(parameter, gradient.to(parameter.dtype).contiguous()) / num_batches
+        if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
+            # It may lie by experts, where a Muon asked for whole ones.
+            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
         if parameter.grad is not None:
             local_part(parameter.grad).add_(part)
         elif isinstance(parameter, DTensor):

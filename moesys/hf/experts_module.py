@@ -187,8 +187,8 @@ def with_factors(module: Any, name: str, transposed: bool) -> tuple[Tensor, tupl
 
 
 def _joined(inward: Sequence[Tensor], outward: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns the factors of several adapters as one pair, with zeros up to the next multiple of 16 for r. Outward ones
-    lie as [r, E, out], in which a matrix of PEFT, [out, r·E], is only turned.
+    """Returns the factors of several adapters as one pair, with zeros up to the next multiple of 16 for r. In memory,
+    outward ones are [E, r, out].
     """
     E, more = len(inward[0]), -sum(each.shape[1] for each in inward) % 16
     inward = [each.contiguous() for each in inward]

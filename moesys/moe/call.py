@@ -310,16 +310,16 @@ class RoutedExperts(torch.autograd.Function):
                 store.channel.all_reduce(dfactor, lane="reshard").mul_(store.shards.rank == 0)
         dmasters: list[Tensor | None] = [None] * len(masters)
         if grads is not None:
-            leaf = ctx.next_functions[2 + wanted.index(True)][0]
+            leaves = [node for (node, _), want in zip(ctx.next_functions[2:], wanted, strict=False) if want]
             # Delayed and whole gradients are in no graph, so there are none where gradients may be differentiated.
-            may_delay = (store.delay_reshard or store.whole_gradients) and not ctx.creates_graph and _reaches_grad(leaf)
+            may_delay = (store.delay_reshard or store.whole_gradients) and not ctx.creates_graph
+            may_delay = may_delay and all(map(_reaches_grad, leaves))
             whole = may_delay and store.whole_gradients
             transfer = store.start_reshard(grads, call.layout, call.generation, dtype, whole)
             late = may_delay and store.delay_reshard and lookahead.delay(store, transfer)
             if whole and not late:
                 store.masters.accumulate_gradient(transfer.finish())
-            if store.delay_reshard or whole:
-                store.masters.expect_gradient(late=late or whole)
+            store.masters.expect_gradient(late=late or whole)
             if not (late or whole):
                 gradients_of_masters = store.masters.gradients_of(transfer.finish())
                 dmasters = [each if want else None for each, want in zip(gradients_of_masters, wanted, strict=True)]

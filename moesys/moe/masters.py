@@ -344,7 +344,7 @@ class OwnMasters(Masters):
 
 @torch.no_grad()
 def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Adds a gradient that autograd does not add, of which ``hide_backward`` has told, as autograd would."""
+    """Adds a gradient that autograd does not add to a leaf, and calls the leaf's hooks, as autograd would."""
     hide_backward(parameter, hide=False)
     # Autograd calls hooks in the same way. A rank that alone has hooks sends its gradient as late as the others.
     for hook in hooks_of(parameter):

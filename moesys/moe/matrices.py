@@ -74,7 +74,10 @@ class Matrices:
 
     def placed(self, tensor: Any) -> Any:
         """Returns a gradient or a state that lies over the ranks as Muon reads it. A collective if it does not yet."""
-        return tensor.redistribute(placements=[Shard(0)]) if self.by_owner else tensor
+        parameter: Any = self.parameter
+        if not isinstance(tensor, DTensor):
+            return tensor
+        return tensor.redistribute(placements=[Shard(0)] if self.by_owner else parameter.placements)
 
     def cut_over(self) -> dist.ProcessGroup | None:
         """Returns the group of the ranks that have parts of each row; None if this rank has whole rows. Raises

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -220,7 +221,7 @@ class OutsideMasters(Masters):
     def expect_gradient(self, *, late: bool) -> None:
         # FSDP, where it holds parameters, has hooks of its own in the place of autograd's.
         if self._outside.mean_over is not None:
-            for parameter in self._tensors(self._outside.read()):
+            for parameter in chain.from_iterable(map(_each, self._outside.read().values())):
                 hide_backward(parameter, hide=late)
 
     def accumulate_gradient(self, gradients: Sequence[Tensor]) -> None:

@@ -110,6 +110,10 @@ def gradients_of(delayed: bool, muon: bool) -> dict[str, Any]:
     }
     torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False).step()
     found["parameter"] = whole(down)
+    # A backward that ends in one part of the experts only.
+    model.zero_grad()
+    model(input_ids=ids, labels=ids).loss.backward(inputs=[down])
+    found["of one part"], found["other"] = whole(down.grad), experts_of(model)[1].outside.read()["gate_up"].grad
     del optimizer
     runtime.close()
     return found
@@ -121,6 +125,7 @@ def test_gradients_of_whole_experts_are_those_of_slices(ranks: LocalRanks, delay
     wholes = ranks.run(gradients_of, delayed, True, num_ranks=2)
     for found, wanted in zip(wholes, slices, strict=True):
         assert (found["placements"], wanted["placements"]) == ("(Shard(dim=0),)", "(Shard(dim=1),)")
-        for what in ("gradient", "norm", "parameter"):
+        for what in ("gradient", "norm", "parameter", "of one part"):
             assert_equal(found[what], wanted[what], what)
-        assert found["calls"] == wanted["calls"] == ["accumulated"] * 2
+        assert found["calls"] == wanted["calls"] == ["accumulated"] * 3
+        assert found["other"] is None

@@ -246,6 +246,8 @@ def moe_experts(
     if not torch.compiler.is_compiling():
         refuse_function_transforms(x_TH, weight_TK, gate_up_EUH, down_EHI)
     _check_arguments(x_TH, expert_TK, weight_TK, gate_up_EUH, down_EHI, activation)
+    for name, matrix, pair in (("gate_up", gate_up_EUH, factors[:2]), ("down", down_EHI, factors[2:])):
+        _check_factors(name, matrix, pair)
     given = blocks.to_json() if blocks else ""
     y_TH, *_ = _experts(x_TH, expert_TK, weight_TK.float(), gate_up_EUH, down_EHI, activation, given, *factors)
     return y_TH
@@ -269,6 +271,16 @@ def _check_arguments(
     if not x_TH.dtype == gate_up_EUH.dtype == down_EHI.dtype:
         raise ValueError(
             f"x_TH, gate_up_EUH and down_EHI are {x_TH.dtype}, {gate_up_EUH.dtype} and {down_EHI.dtype}; use one dtype"
+        )
+
+
+def _check_factors(name: str, matrix_EBA: Tensor, pair: Sequence[Tensor | None]) -> None:
+    found = [None if each is None else (tuple(each.shape), each.dtype) for each in pair]
+    (E, B, A), r = matrix_EBA.shape, 0 if pair[0] is None else pair[0].shape[1]
+    if found != [None, None] and (r % 16 or found != [((E, *of), matrix_EBA.dtype) for of in ((r, A), (B, r))]):
+        raise ValueError(
+            f"factors of {name} are {found}; with {name} {(E, B, A)} of {matrix_EBA.dtype} they must be of its dtype, "
+            f"{(E, 'r', A)} and {(E, B, 'r')}, where 16 divides r, or both None"
         )
 
 
@@ -318,8 +330,7 @@ def _experts_backward(
     x_TH, weight_TK, gate_up_EUH, down_EHI, h_PU, *routing = cast(list[Tensor], saved[:-NUM_FACTORS])
     experts = _matrices(gate_up_EUH, down_EHI, activation, factors := saved[-NUM_FACTORS:])
     configs = _blocks(blocks, x_TH, down_EHI, weight_TK.numel(), activation)
-    made = _experts_backward_fake(dy_TH, saved, activation, blocks, of_matrices)
-    (dgate_up, ddown), dfactors = made[2:4], made[4:]
+    dgate_up, ddown, *dfactors = _new_gradients(saved, of_matrices)
 
     def write(groups: OrderedGroups, sides: WeightGradients) -> None:
         found = weight_gradients(groups, sides, weight_TK.shape[1], experts, configs)
@@ -334,11 +345,15 @@ def _experts_backward(
 
 @_experts_backward.register_fake
 def _experts_backward_fake(
-    dy_TH: Tensor, saved: Sequence[Tensor | None], activation: str, blocks: str, of_matrices: bool
+    dy_TH: Tensor, saved: Sequence[Tensor], activation: str, blocks: str, of_matrices: bool
 ) -> list[Tensor]:
-    matrices = saved[2:4] if of_matrices else (None, None)
-    wanted = *saved[:2], *matrices, *saved[-NUM_FACTORS:]
-    return [dy_TH.new_empty(0) if each is None else each.new_empty(each.shape) for each in wanted]
+    return [*map(torch.empty_like, saved[:2]), *_new_gradients(saved, of_matrices)]
+
+
+def _new_gradients(saved: Sequence[Tensor | None], of_matrices: bool) -> list[Tensor]:
+    """Returns memory for the gradients of both matrices and all factors, without elements where none is computed."""
+    wanted, x_TH = (*(saved[2:4] if of_matrices else (None, None)), *saved[-NUM_FACTORS:]), cast(Tensor, saved[0])
+    return [x_TH.new_empty(0) if each is None else each.new_empty(each.shape) for each in wanted]
 
 
 def _matrices(

@@ -188,3 +188,20 @@ def test_forward_mode_is_refused(which):
         )
         with pytest.raises(RuntimeError, match="forward-mode"):
             moe_experts(x, expert, weight, gate_up, down)
+
+
+@pytest.mark.parametrize(
+    ("place", "change", "name"),
+    [
+        (1, lambda factor: None, "gate_up"),
+        (0, lambda factor: factor[:-1], "gate_up"),
+        (3, lambda factor: factor[..., :8], "down"),
+        (2, lambda factor: factor.bfloat16(), "down"),
+    ],
+    ids=["half a pair", "fewer experts", "another r", "another dtype"],
+)
+def test_factors_that_do_not_fit_are_refused(place, change, name):
+    given = factors()
+    given[place] = change(given[place])
+    with pytest.raises(ValueError, match=f"factors of {name} are .* where 16 divides r, or both None"):
+        moe_experts(*arguments(), factors=given)
