@@ -233,7 +233,7 @@ def moe_experts(
         activation: swiglu or geglu, gated; gelu or relu2, with U = I.
         blocks: instead of what was tuned, or else is likely fast (``tile_tuner.blocks_of``).
         factors: LoRA on gate_up, [E, r, H] and [E, U, r], then on down, [E, r, I] and [E, H, r]; None for a matrix
-            without. r is a multiple of 16.
+            without LoRA. r is a multiple of 16.
 
     Returns:
         [T, H] in x's dtype. Gradients have their arguments' dtypes.
@@ -347,7 +347,7 @@ def _experts_backward(
 def _experts_backward_fake(
     dy_TH: Tensor, saved: Sequence[Tensor], activation: str, blocks: str, of_matrices: bool
 ) -> list[Tensor]:
-    return [*map(torch.empty_like, saved[:2]), *_new_gradients(saved, of_matrices)]
+    return [*(each.new_empty(each.shape) for each in saved[:2]), *_new_gradients(saved, of_matrices)]
 
 
 def _new_gradients(saved: Sequence[Tensor | None], of_matrices: bool) -> list[Tensor]:
