@@ -31,7 +31,7 @@ from moesys.hf.padding import real_tokens
 from moesys.kernels.cpu.page_pool import PagePool
 from moesys.moe.experts import Experts, attach
 from moesys.moe.gradients import is_lost
-from moesys.moe.masters import DTYPE_NAMES, local_part
+from moesys.moe.masters import DTYPE_NAMES, local_part, part_of
 from moesys.moe.outside import OutsideExperts, Parts
 from moesys.torch_private import NO_BACKWARD, current_backward, hooks_of, unseen_by_selective_checkpoints
 
@@ -335,16 +335,10 @@ def add_late(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], nu
             continue
         # As parameters lie: where strides differ, optimizers and norms round otherwise.
         part = _part_of_sum(parameter, gradient.to(parameter.dtype).contiguous()) / num_batches
-        if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
-            # It may lie by experts, where a Muon asked for whole ones.
-            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
         if parameter.grad is not None:
             local_part(parameter.grad).add_(part)
         elif isinstance(parameter, DTensor):
-            size, stride = parameter.shape, parameter.stride()
-            parameter.grad = DTensor.from_local(
-                part, parameter.device_mesh, parameter.placements, run_check=False, shape=size, stride=stride
-            )
+            parameter.grad = part_of(parameter, part, parameter.placements)
         else:
             parameter.grad = part
         # FSDP calls these hooks too when it has accumulated a gradient.

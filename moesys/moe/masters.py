@@ -22,7 +22,7 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -332,7 +332,7 @@ class OwnMasters(Masters):
             gradient = self._distributed(gradient)
         elif isinstance(parameter, DTensor):
             # It is of whole experts, where all ranks have slices.
-            gradient = of_whole_experts(gradient, parameter)
+            gradient = part_of(parameter, gradient, (Shard(0),))
         accumulate(parameter, gradient)
 
     @property
@@ -390,10 +390,12 @@ def distributed(local: Tensor, shape: ModelShape, shard_dim: int, mesh: DeviceMe
     return DTensor.from_local(local, mesh, [Shard(shard_dim)], run_check=False, shape=size, stride=(size[1], 1))
 
 
-def of_whole_experts(local: Tensor, masters: DTensor) -> DTensor:
-    """Returns a tensor that lies over ranks by experts, as ``masters`` [E, P_e] need not, from this rank's part."""
-    size, stride = masters.shape, masters.stride()
-    return DTensor.from_local(local, masters.device_mesh, [Shard(0)], run_check=False, shape=size, stride=stride)
+def part_of(parameter: DTensor, local: Tensor, placements: Sequence[Placement]) -> DTensor:
+    """Returns a tensor of the shape of ``parameter``, which lies over its ranks by ``placements``, from this rank's
+    part.
+    """
+    size, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(local, parameter.device_mesh, placements, run_check=False, shape=size, stride=stride)
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -176,9 +176,13 @@ def _known_matrices(
             known[masters] = Matrices(names[masters], masters, of_flat, True, True, shards.can_send_whole())
         read = {} if outside is None else outside.read()
         # FSDP, where it holds parameters, and AdamW of biases take gradients that lie as parameters do.
-        alone = outside is not None and outside.mean_over is not None and shards.can_send_whole()
-        by_owner = alone and not any(name.endswith("_bias") for name in read)
-        by_owner = by_owner and all(isinstance(each, nn.Parameter) and each in names for each in read.values())
+        by_owner = (
+            outside is not None
+            and outside.mean_over is not None
+            and shards.can_send_whole()
+            and not any(name.endswith("_bias") for name in read)
+            and all(isinstance(each, nn.Parameter) and each in names for each in read.values())
+        )
         for name, kept in read.items():
             for tensor in [kept] if isinstance(kept, Tensor) else kept:
                 turned = tensor not in names and tensor._base is not None

@@ -19,12 +19,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from moesys.config import ModelShape, Strategy
 from moesys.kernels.cpu.row_invariant_ops import ParameterGradients, row_function
 from moesys.moe.arguments import check_order
-from moesys.moe.masters import ExpertForm, Master, Masters, Part, accumulate, local_part, of_whole_experts
+from moesys.moe.masters import ExpertForm, Master, Masters, Part, accumulate, local_part, part_of
 from moesys.moe.store import ExpertShards
 from moesys.overlap.experts_cpu import SWIGLU, ExpertFunction
 from moesys.torch_private import hide_backward
@@ -225,18 +225,18 @@ class OutsideMasters(Masters):
                 hide_backward(parameter, hide=late)
 
     def accumulate_gradient(self, gradients: Sequence[Tensor]) -> None:
-        self.expect_gradient(late=False)
-        if len(gradients[0]) == self._shards.master_shapes[0][0]:
+        if (number := self._outside.mean_over) is None:
             assert self._outside.add_gradients is not None
             self._outside.add_gradients(self._as_kept(gradients))
             return
-        # They are of whole experts, where all ranks have slices.
+        # Gradients of whole experts have fewer rows than slices of all.
+        is_whole = len(gradients[0]) != self._shards.master_shapes[0][0]
         for parameter, gradient in zip(self._tensors(self._outside.read()), gradients, strict=True):
             if parameter.requires_grad:
                 assert isinstance(parameter, DTensor)
                 assert isinstance(parameter, nn.Parameter)
-                gradient = gradient / (self._outside.mean_over or 1)
-                accumulate(parameter, of_whole_experts(gradient, parameter))
+                placements = (Shard(0),) if is_whole else parameter.placements
+                accumulate(parameter, part_of(parameter, gradient.contiguous() / number, placements))
 
     def _as_kept(self, by_part: Sequence[Tensor]) -> Parts:
         parts = zip(self._shards.form.parts, by_part, self._counts, strict=True)

@@ -97,6 +97,7 @@ def gradients_of(delayed: bool, muon: bool) -> dict[str, Any]:
     runtime = ms.parallelize(model, fsep(2, prefetch_layers=int(delayed), delay_reshard=delayed))
     optimizer = ms.Muon(model) if muon else None
     down, calls = experts_of(model)[1].outside.read()["down"], []
+    down.register_hook(lambda gradient: calls.append("gradient"))
     down.register_post_accumulate_grad_hook(lambda parameter: calls.append("accumulated"))
     for batch in range(2):
         ids = text(10 * batch + dist.get_rank())
@@ -127,5 +128,5 @@ def test_gradients_of_whole_experts_are_those_of_slices(ranks: LocalRanks, delay
         assert (found["placements"], wanted["placements"]) == ("(Shard(dim=0),)", "(Shard(dim=1),)")
         for what in ("gradient", "norm", "parameter", "of one part"):
             assert_equal(found[what], wanted[what], what)
-        assert found["calls"] == wanted["calls"] == ["accumulated"] * 3
+        assert found["calls"] == wanted["calls"] == ["gradient", "accumulated"] * 3
         assert found["other"] is None
