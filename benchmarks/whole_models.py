@@ -51,7 +51,7 @@ from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, She
 
 THEIRS = "all_to_all"
 FULL, PEFT, LORA = "full", "peft", "lora"
-# Experts, and the hidden size, of which they are twice as wide.
+# The number of experts, and the hidden size, which is half of their width.
 LORA_SIZES = ((8, 512), (16, 256))
 # After this many steps the peak of memory no longer grows.
 MEMORY_STEPS = 6
@@ -318,7 +318,7 @@ def _steps(part: Part, folder: Path, strategy: Strategy | None) -> ModelSteps:
 
 
 def _lora_rows(size: tuple[int, int], rank: int, sequences: int, repeats: int) -> list[LoraRow]:
-    """Measures a model with so many experts and this hidden size."""
+    """Measures a model. ``size``: its number of experts, and its hidden size."""
     near = Near(TOLERANCE, PEFT)
     setups = {name: partial(_lora_contestant, name, size, rank, sequences) for name in (FULL, PEFT, LORA)}
     outcomes = hold(Case(setups, lambda name, results: "" if name == FULL else near(name, results)), repeats)

@@ -83,7 +83,7 @@ def config_of(model: str, hidden_size: int = HIDDEN, **more: Any) -> Any:
 
 
 def new_model(model: str, hidden_size: int = HIDDEN, **more: Any) -> Any:
-    """Returns a model in ``MODELS``, always with the same weights. ``more``: what its configuration has instead."""
+    """Returns a model in ``MODELS``, always with the same weights. ``more``: options that replace its own."""
     transformers: Any = importlib.import_module("transformers")
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)

@@ -4,8 +4,8 @@ The arithmetic is that of ``torch.optim.Muon`` (momentum, Newton–Schulz iterat
 one that the model multiplies by: gate, up and down of each expert are three, wherever their elements lie. A rank that
 has all of a matrix orthogonalises it. Where ranks have parts of matrices (``Fsep``, FSDP2), each matrix has an owner:
 parts of the update before the iteration travel to it, and parts of the result travel back, each by one all-to-all.
-Parameters, gradients and momentum stay where they are; but of experts under ``Fsep`` that FSDP does not hold, backward
-sends gradients of whole experts to their owners, where momentum lies too, and only results travel.
+Parameters, gradients and momentum stay where they are; but of experts under ``Fsep`` whose matrices are ``by_owner``,
+backward sends gradients of whole experts to their owners, where momentum lies too, and only results travel.
 
 E experts, P parameters of an expert, R ranks; matrices are [out, in].
 """

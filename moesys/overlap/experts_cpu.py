@@ -74,7 +74,7 @@ class Projection:
 
     @property
     def rank(self) -> int:
-        """Returns that of LoRA, 0 without."""
+        """Returns the rank of LoRA's factors, 0 without LoRA."""
         return self.low_rank[0].inward.shape[0] if self.low_rank else 0
 
 
@@ -257,7 +257,7 @@ class CpuBackward(_Pass):
         self.dh_PU = scratch.memory.empty((kept_rows, self.h_PU.shape[1]), self.h_PU.dtype, self.h_PU.device)
         width = self.h_PU.shape[1] // self.activation.halves
         self.wa_PI = scratch.memory.empty((kept_rows, width), self.h_PU.dtype, self.h_PU.device)
-        # Rows dh and dy by the outward factors of LoRA on up and on down.
+        # These are rows dh and dy by the outward factors of LoRA on up and on down.
         self.up_PR, self.down_PR = (self.wa_PI.new_empty(kept_rows, each.rank) for each in (up, down))
         # The grids of each slot's gradients, where blocks are added on one.
         self.grids_S: list[dict[str, float]] = []

@@ -65,7 +65,7 @@ def row_rule(
     contraction: int, columns: int, dtype: torch.dtype, transposed: bool, device_type: str, added: bool = False
 ) -> RowRule:
     """Returns the rule for x [m, contraction] @ w [contraction, columns]; ``transposed``: w is a transposed contiguous
-    matrix; ``added``: the product is added to what is there.
+    matrix; ``added``: the product is added to the output.
 
     On the CPU it is probed once per machine, with torch's current number of threads, which is part of the numerics
     class. What was found is in the folder that ``MOESYS_CACHE`` names, else in the user's cache.
@@ -161,7 +161,7 @@ def _trial(
     x_MK, weight_KN = _cancelling(rows, contraction, columns, seed)
     x_MK, weight_KN = x_MK.to(dtype), weight_KN.to(dtype)
     weight_KN = weight_KN.t().contiguous().t() if transposed else weight_KN
-    # As small as rounding errors of the product, which larger addends would hide.
+    # Addends are as small as rounding errors of the product, which larger ones would hide.
     start_MN = weight_KN[torch.arange(rows) % contraction] * 2.0**-12
     product_MN = start_MN.clone()
     _multiply(x_MK, weight_KN.t(), product_MN, added)
