@@ -174,9 +174,9 @@ def errors_on_ranks(
             continue
         gradient = whole(parameter.grad)
         assert gradient.dtype == dtypes[name], name
-        # What no rank has used has a gradient of zero.
+        # The gradient of a parameter that no rank has used is zero.
         expected = torch.zeros_like(gradient) if wanted is None else wanted
-        errors[name] = float((gradient - expected).double().norm() / expected.double().norm().clamp(min=1e-9))
+        errors[name] = float((gradient - expected).double().norm() / expected.double().norm().clamp(min=1e-30))
     return errors
 
 

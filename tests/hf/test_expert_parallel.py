@@ -199,7 +199,7 @@ def exact_gradients(family: str) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, tuple(routing)
 
 
-# Of experts in one process always: tests/hf/test_routed_experts.py.
+# tests/hf/test_routed_experts.py compares errors of experts in one process, in the usual run.
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["mixed", "autocast"])
 @pytest.mark.parametrize("family", FAMILIES)

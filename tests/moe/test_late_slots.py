@@ -1,4 +1,4 @@
-"""What travels for experts that are chosen on the current counts: for late slots, and for whole layouts with lag=0."""
+"""Tests what travels for experts that are chosen on the current counts, in late slots and with lag=0."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwe
 
 import moesys as ms
 
-TOLERANCE = 2e-6
+OUTPUT_TOLERANCE = 1e-6
+GRADIENT_TOLERANCE = 2e-6
 DEEPSEEK = {"n_group": 4, "topk_group": 2, "n_shared_experts": 2, "routed_scaling_factor": 2.5}
 
 
@@ -79,4 +80,5 @@ def test_agrees_with_transformers(model: str) -> None:
     wanted["experts.masters"] = torch.cat(experts, dim=1)
     assert found.keys() == wanted.keys()
     for name, each in wanted.items():
-        assert (found[name].double() - each.double()).norm() <= TOLERANCE * each.double().norm(), name
+        tolerance = OUTPUT_TOLERANCE if name.startswith(("y ", "dx ")) else GRADIENT_TOLERANCE
+        assert (found[name].double() - each.double()).norm() <= tolerance * each.double().norm(), name

@@ -26,7 +26,7 @@ SITUATIONS_OF = {
 }
 
 
-# Of each circumstance the situation that has most of it; slow tests have all.
+# The usual run has, of each circumstance, the situation that has most of it; slow tests have all.
 USUAL = (
     *("padding", "selective", "no_labels", "few_tokens", "one_expert", "accumulation", "frozen_routers"),
     *("tied", "two_forwards", "evaluation", "checkpoint", "dropout"),
